@@ -1,0 +1,211 @@
+"""Events into the exchange and effects out of it. Plain data: no protobuf, no I/O.
+
+Header names are lower-case str, values bytes. Every event carries `at`, the monotonic second it arrived.
+"""
+
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+
+from epp.errors import RequestError
+from epp.payload.records import Api, RawRequest
+from epp.scheduling.records import AnswerFact, Cause, Placement, TicketId
+
+Headers = tuple[tuple[str, bytes], ...]
+
+
+class BodyMode(Enum):
+    """How the proxy sends a body (`ProcessingMode.BodySendMode`)."""
+
+    NONE = 0
+    STREAMED = 1
+    BUFFERED = 2
+    BUFFERED_PARTIAL = 3
+    FULL_DUPLEX_STREAMED = 4
+    GRPC = 5
+
+
+class Modes(NamedTuple):
+    """Body modes of both directions, from `protocol_config` of the first message."""
+
+    request: BodyMode
+    response: BodyMode
+
+
+class Direction(Enum):
+    REQUEST = "request"
+    RESPONSE = "response"
+
+
+# -- events -----------------------------------------------------------------------------------------
+
+
+class RequestHeaders(msgspec.Struct, frozen=True):
+    """`subset`: see `RawRequest.subset`. `modes`: None where the proxy does not say."""
+
+    at: float
+    headers: Headers
+    end_of_stream: bool
+    subset: tuple[str, ...] | None = None
+    modes: Modes | None = None
+
+
+class RequestChunk(msgspec.Struct, frozen=True):
+    at: float
+    body: bytes
+    end_of_stream: bool
+    subset: tuple[str, ...] | None = None
+
+
+class RequestTrailers(msgspec.Struct, frozen=True):
+    at: float
+
+
+class ResponseHeaders(msgspec.Struct, frozen=True):
+    """`served`: the endpoint the proxy reports to have used."""
+
+    at: float
+    headers: Headers
+    end_of_stream: bool
+    served: str | None = None
+
+
+class ResponseChunk(msgspec.Struct, frozen=True):
+    at: float
+    body: bytes
+    end_of_stream: bool
+
+
+class ResponseTrailers(msgspec.Struct, frozen=True):
+    at: float
+
+
+class Routed(msgspec.Struct, frozen=True):
+    """The router's answer to `Route`.
+
+    Attributes:
+        api, model, target_model: what the answer is read as; where the names differ, the client's
+            `model` is put back in place of `target_model`.
+        body: bytes to forward in place of the client's; None = unchanged.
+        remove_headers: names that no longer describe the body (`content-encoding` after inflating).
+    """
+
+    at: float
+    placement: Placement
+    api: Api
+    model: str
+    target_model: str
+    body: bytes | None = None
+    remove_headers: tuple[str, ...] = ()
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """The router's other answer to `Route`: an answer for the client."""
+
+    at: float
+    error: RequestError
+
+
+class Edited(msgspec.Struct, frozen=True):
+    """What plugins want on the answer's headers; the reply to `Observe` of `AnswerHeaders`."""
+
+    at: float
+    set_headers: Headers = ()
+
+
+class Closed(msgspec.Struct, frozen=True):
+    """The stream is over on the proxy's side. `error`: it broke, rather than being half-closed or reset."""
+
+    at: float
+    error: bool = False
+
+
+Event = (
+    RequestHeaders
+    | RequestChunk
+    | RequestTrailers
+    | ResponseHeaders
+    | ResponseChunk
+    | ResponseTrailers
+    | Routed
+    | Refused
+    | Edited
+    | Closed
+)
+
+# -- effects ----------------------------------------------------------------------------------------
+
+
+class HeadersReply(msgspec.Struct, frozen=True):
+    """`destination` goes into the header and, with the same value, into dynamic metadata `envoy.lb`."""
+
+    direction: Direction
+    set_headers: Headers = ()
+    remove_headers: tuple[str, ...] = ()
+    destination: str | None = None
+
+
+class StreamedBodyReply(msgspec.Struct, frozen=True):
+    """A piece of a full-duplex body, at most `BODY_CHUNK_BYTES` long."""
+
+    direction: Direction
+    body: bytes
+    end_of_stream: bool
+
+
+class BodyReply(msgspec.Struct, frozen=True):
+    """Reply to a body message in buffered or streamed mode. `body` None = unchanged.
+
+    In buffered request mode this reply may carry the destination and header edits.
+    """
+
+    direction: Direction
+    body: bytes | None = None
+    set_headers: Headers = ()
+    remove_headers: tuple[str, ...] = ()
+    destination: str | None = None
+
+
+class TrailersReply(msgspec.Struct, frozen=True):
+    direction: Direction
+
+
+class ImmediateReply(msgspec.Struct, frozen=True):
+    """Ends the HTTP request with this answer."""
+
+    status: int
+    headers: Headers
+    body: bytes
+    details: str = ""
+
+
+Reply = HeadersReply | StreamedBodyReply | BodyReply | TrailersReply | ImmediateReply
+
+
+class Send(msgspec.Struct, frozen=True):
+    reply: Reply
+
+
+class Route(msgspec.Struct, frozen=True):
+    """Ask the router; exactly one `Routed` or `Refused` comes back."""
+
+    raw: RawRequest
+
+
+class Observe(msgspec.Struct, frozen=True):
+    """Tell the director. `AnswerHeaders` is answered by `Edited`."""
+
+    ticket: TicketId
+    fact: AnswerFact
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """Nothing more will come from this exchange; end the stream. Always the last effect, exactly once."""
+
+    cause: Cause
+
+
+Effect = Send | Route | Observe | Finish
+
+BODY_CHUNK_BYTES = 62_000

@@ -1,0 +1,76 @@
+"""Records of one request and of its answer, as the other rooms see them."""
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Api(StrEnum):
+    """The request API, which decides where the prompt, the usage and the model name stand."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    PASSTHROUGH = "passthrough"
+
+
+class RawRequest(msgspec.Struct, frozen=True):
+    """One HTTP request as the proxy delivered it.
+
+    Attributes:
+        request_id: the client's `x-request-id`, or one made for it.
+        path: `:path`, query included.
+        headers: name (lower case, no pseudo headers) and value, in order, duplicates kept.
+        body: the bytes as sent, still compressed where `content-encoding` says so.
+        subset: `address:port` entries the gateway restricts the choice to; None = no restriction,
+            empty = nothing is eligible.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+    subset: tuple[str, ...] | None = None
+
+    def header(self, *names: str) -> str | None:
+        """The last value of the first of `names` that is present."""
+        for name in names:
+            found = None
+            for key, value in self.headers:
+                if key == name:
+                    found = value
+            if found is not None:
+                return found
+        return None
+
+
+class InferenceRequest(msgspec.Struct, frozen=True):
+    """What a request asks for, as far as choosing an endpoint needs to know.
+
+    Attributes:
+        model: the client's model name; empty where the API has none.
+        target_model: the name the engine is asked for (differs from `model` after a rewrite).
+        prompts: identity of each prompt, four bytes a token: UTF-8 text as it is, token ids as
+            little-endian uint32. Equal prefixes of two prompts mean equal prefixes of these bytes.
+        prompt_tokens: tokens over all prompts; for text an estimate (four bytes a token).
+        max_output_tokens: the client's limit, None if absent.
+        chains: block keys given directly (simulation), in place of `prompts`.
+    """
+
+    api: Api
+    model: str = ""
+    target_model: str = ""
+    prompts: tuple[bytes, ...] = ()
+    prompt_tokens: int = 0
+    max_output_tokens: int | None = None
+    stream: bool = False
+    cache_salt: str = ""
+    chains: tuple[tuple[int, ...], ...] | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts an engine reported. `cached_tokens` is None where the engine does not report it."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None = None

@@ -1,0 +1,89 @@
+"""Endpoints and the columns that describe them.
+
+Every endpoint has a small integer *slot*. All per-endpoint numbers are numpy arrays indexed by slot,
+written in place by their one owner (`PoolStore` or `InflightLedger`). Arrays have `capacity` entries,
+more than there are endpoints; `candidates` says which slots may be chosen now. Capacity grows by
+replacing the arrays, so keep the record, not an array, across calls.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Mask = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """One address that can serve requests.
+
+    Attributes:
+        uid: identity for life: pod uid and target port. A recreated pod of the same name has another.
+        name, namespace: for people, labels and metrics.
+        address: IP address or host name, IPv6 without brackets.
+    """
+
+    uid: str
+    name: str
+    namespace: str
+    address: str
+    port: int
+    labels: Mapping[str, str] = msgspec.field(default_factory=dict)
+
+    @property
+    def host_port(self) -> str:
+        """`address:port`, IPv6 in brackets: the form of the destination header."""
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+
+
+@dataclass(slots=True)
+class PoolView:
+    """What is known about the pool's endpoints, by slot. Read-only for all but `PoolStore`.
+
+    Attributes:
+        endpoints: replaced as a whole when membership changes; None in a free slot.
+        host_ports: `Endpoint.host_port` per slot, "" in a free slot; replaced with `endpoints`.
+        identity: 64-bit digest of each endpoint's uid: a property of the endpoint, not of its slot.
+        candidates: members that may be chosen now (ready, reachable).
+        present: scraped at least once. Where False the scraped columns hold 0.
+        stale: scraped, but too long ago to be trusted (set by `PoolStore.refresh`).
+        waiting, running: requests. kv_usage: share in 0..1.
+        block_size: tokens per KV block. cache_tokens: size of the prefix cache in tokens. 0 = unknown.
+        hit_tokens, query_tokens: the engine's prefix-cache counters, tokens since its start. NaN = unknown.
+        scraped_at: seconds, monotonic.
+    """
+
+    capacity: int
+    endpoints: tuple[Endpoint | None, ...]
+    host_ports: tuple[str, ...]
+    identity: NDArray[np.uint64]
+    candidates: Mask
+    present: Mask
+    stale: Mask
+    waiting: Floats
+    running: Floats
+    kv_usage: Floats
+    block_size: Ints
+    cache_tokens: Ints
+    hit_tokens: Floats
+    query_tokens: Floats
+    scraped_at: Floats
+    epoch: int = 0
+    by_host_port: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Load:
+    """What this picker has in flight, by slot. Read-only for all but `InflightLedger`.
+
+    Attributes:
+        requests: requests sent and not ended.
+        prefill_tokens: prompt tokens expected to be computed (not cached), until the first output token.
+    """
+
+    requests: Ints
+    prefill_tokens: Ints

@@ -1,0 +1,1 @@
+"""WHICH endpoint: facts, filters, scorers and pickers combined into one placement that explains itself."""

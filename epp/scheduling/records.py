@@ -1,0 +1,165 @@
+"""Records of one scheduling decision and of what happens to it afterwards."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+from epp.payload.records import InferenceRequest, Usage
+from epp.pool.records import Endpoint, Floats, Ints, Mask
+
+TicketId = NewType("TicketId", int)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """How much of the request's prompts each endpoint already holds. The one prefix fact for everyone.
+
+    Attributes:
+        blocks: leading blocks held, by slot, summed over the request's prompts.
+        total_blocks: full blocks of all prompts; 0 when every prompt is shorter than a block.
+        block_tokens: tokens per block.
+        total_tokens: prompt tokens, partial blocks included.
+    """
+
+    blocks: Ints
+    total_blocks: int
+    block_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FactKey:
+    """Name of one produced fact: its kind (`prefix-match`) and the plugin that makes it."""
+
+    kind: str
+    producer: str
+
+
+PREFIX_MATCH = "prefix-match"
+Facts = dict[FactKey, PrefixMatch]
+
+
+class Role(StrEnum):
+    """What a leg of a placement does."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+    ENCODE = "encode"
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreColumn:
+    """One scorer's contribution: `scores` in 0..1 by slot (meaningful where `alive`), before weighting."""
+
+    name: str
+    weight: float
+    scores: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Why these endpoints: everything `explain` shows.
+
+    Attributes:
+        profile: name of the scheduling profile that ran.
+        slots: chosen endpoints, first choice first.
+        candidates: eligible before any filter.
+        excluded: what each filter took out, in order.
+        total: sum of weight x score, by slot; NaN where not alive.
+    """
+
+    profile: str
+    slots: tuple[int, ...]
+    candidates: Mask
+    excluded: tuple[tuple[str, Mask], ...]
+    columns: tuple[ScoreColumn, ...]
+    total: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One role of a placement: endpoints in order of preference, with their slots."""
+
+    role: Role
+    endpoints: tuple[Endpoint, ...]
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request goes. Legs: one normally; decode last when prefill is split off."""
+
+    ticket: TicketId
+    legs: tuple[Leg, ...]
+
+    @property
+    def serving(self) -> Leg:
+        """The leg whose first endpoint the proxy sends the request to."""
+        return self.legs[-1]
+
+
+# -- what the director hears of an answer ---------------------------------------------------------
+
+
+class Cause(StrEnum):
+    """How an exchange ended."""
+
+    NATURAL = "Natural"
+    CLIENT_DISCONNECT = "ClientDisconnect"
+    ERROR = "Error"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHeaders:
+    """The engine answered. `served` is the `address:port` the proxy reports to have used, if it does."""
+
+    status: int
+    served: str | None
+    streaming: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first output token passed (for a plain answer: its first body bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Answer bytes and chunks so far; at most one of these a second."""
+
+    chunks: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The exchange is over; always the last fact, exactly once."""
+
+    cause: Cause
+    usage: Usage | None
+    chunks: int
+    bytes: int
+
+
+AnswerFact = AnswerHeaders | FirstToken | Progress | Ended
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One placed request until it ends. Owned by the director; hooks may read it.
+
+    Attributes:
+        prefill_tokens: charged to the serving slot until the first token.
+        slot: where the request is charged now (moves when the proxy reports another endpoint).
+    """
+
+    id: TicketId
+    request: InferenceRequest
+    placement: Placement
+    slot: int
+    prefill_tokens: int
+    placed_at: float
+    first_token_at: float | None = None
+    status: int = 0
+    streaming: bool = False
+    facts: Facts = field(default_factory=dict)
