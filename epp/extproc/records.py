@@ -63,12 +63,16 @@ class RequestTrailers(msgspec.Struct, frozen=True):
 
 
 class ResponseHeaders(msgspec.Struct, frozen=True):
-    """`served`: the endpoint the proxy reports to have used."""
+    """`served`: the endpoint the proxy reports to have used.
+
+    `modes`: as in `RequestHeaders`, set where an answer made by the proxy is the first message.
+    """
 
     at: float
     headers: Headers
     end_of_stream: bool
     served: str | None = None
+    modes: Modes | None = None
 
 
 class ResponseChunk(msgspec.Struct, frozen=True):
@@ -201,7 +205,11 @@ class Observe(msgspec.Struct, frozen=True):
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """Nothing more will come from this exchange; end the stream. Always the last effect, exactly once."""
+    """Nothing more will come from this exchange; end the stream. Always the last effect, exactly once.
+
+    One exception: where a `Route` is still open, its late `Routed` may be handed in, and is answered by
+    `Observe` of `Ended`, so that the placement is released.
+    """
 
     cause: Cause
 

@@ -45,7 +45,8 @@ class PoolView:
     """What is known about the pool's endpoints, by slot. Read-only for all but `PoolStore`.
 
     Attributes:
-        endpoints: replaced as a whole when membership changes; None in a free slot.
+        endpoints: replaced as a whole when membership changes; None in a free slot. A removed endpoint
+            is no candidate any more, but owns its slot until the last request to it has ended.
         host_ports: `Endpoint.host_port` per slot, "" in a free slot; replaced with `endpoints`.
         identity: 64-bit digest of each endpoint's uid: a property of the endpoint, not of its slot.
         candidates: members that may be chosen now (ready, reachable).
@@ -55,6 +56,8 @@ class PoolView:
         block_size: tokens per KV block. cache_tokens: size of the prefix cache in tokens. 0 = unknown.
         hit_tokens, query_tokens: the engine's prefix-cache counters, tokens since its start. NaN = unknown.
         scraped_at: seconds, monotonic.
+        epoch: grows when `endpoints` is replaced.
+        by_host_port: slot of the endpoint at `address:port`.
     """
 
     capacity: int

@@ -57,6 +57,16 @@ class ScoreColumn:
 
 
 @dataclass(frozen=True, slots=True)
+class PluginTiming:
+    """How long one plugin took: labels and value of the metric `plugin_duration_seconds`."""
+
+    extension_point: str
+    plugin_type: str
+    plugin_name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """Why these endpoints: everything `explain` shows.
 
@@ -66,6 +76,7 @@ class Decision:
         candidates: eligible before any filter.
         excluded: what each filter took out, in order.
         total: sum of weight x score, by slot; NaN where not alive.
+        timings: of each plugin that ran, on sampled requests only.
     """
 
     profile: str
@@ -74,6 +85,7 @@ class Decision:
     excluded: tuple[tuple[str, Mask], ...]
     columns: tuple[ScoreColumn, ...]
     total: Floats
+    timings: tuple[PluginTiming, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

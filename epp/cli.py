@@ -1,0 +1,224 @@
+"""The `warmroute` command."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import click
+import msgspec
+
+from epp.errors import ConfigError, WarmrouteError
+from epp.runtime.options import Duration, Options
+
+_TRUE, _FALSE = ("1", "t", "T", "true", "TRUE", "True"), ("0", "f", "F", "false", "FALSE", "False")
+
+
+class GoBool(click.ParamType[bool]):
+    """`--flag`, `--flag=true`, `--flag=false`: booleans as Go programs take them."""
+
+    name = "bool"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
+        if isinstance(value, bool):
+            return value
+        if value in _TRUE or value in _FALSE:
+            return value in _TRUE
+        return self.fail(f"{value!r} is not a boolean; write true or false", param, ctx)
+
+
+class GoInt(click.ParamType[int]):
+    """A whole number; `-v=4` reaches a short flag with the equals sign."""
+
+    name = "int"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return int(value.removeprefix("=") if isinstance(value, str) else value)
+        except ValueError:
+            return self.fail(f"{value!r} is not a whole number", param, ctx)
+
+
+class GoDuration(click.ParamType[Duration]):
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Duration:
+        if isinstance(value, Duration):
+            return value
+        try:
+            return Duration.parse(value)
+        except ValueError as error:
+            return self.fail(str(error), param, ctx)
+
+
+def _go_duration(value: Duration) -> str:
+    return f"{value * 1000:g}ms" if value < 1 else f"{value:g}s"
+
+
+def _option(field: msgspec.structs.FieldInfo, hint: Any) -> click.Option:
+    """One field of `Options` as a flag."""
+    kind, meta = get_args(hint)
+    flag = "-v" if field.name == "v" else "--" + field.name.replace("_", "-")
+    shared: dict[str, Any] = {"help": meta.description, "default": field.default, "show_default": True}
+    if kind is bool:
+        return click.Option([flag, field.name], type=GoBool(), is_flag=False, flag_value="true", **shared)
+    if kind is int:
+        return click.Option([flag, field.name], type=GoInt(), **shared)
+    if kind is Duration:
+        shared["show_default"] = _go_duration(field.default)
+        return click.Option([flag, field.name], type=GoDuration(), **shared)
+    if kind is str:
+        return click.Option([flag, field.name], **{**shared, "show_default": field.default or "empty"})
+    return click.Option([flag, field.name], multiple=True, help=meta.description)
+
+
+def _serve_options() -> list[click.Parameter]:
+    hints = get_type_hints(Options, include_extras=True)
+    return [_option(field, hints[field.encode_name]) for field in msgspec.structs.fields(Options)]
+
+
+def run(action: Callable[[], None]) -> None:
+    """Call `action`; what is wrong with the user's input becomes a message, not a trace."""
+    try:
+        action()
+    except ConfigError as error:
+        click.echo(f"warmroute: {error}", err=True)
+        sys.exit(2)
+    except WarmrouteError as error:
+        click.echo(f"warmroute: {error}", err=True)
+        sys.exit(1)
+    except OSError as error:
+        click.echo(f"warmroute: {error.strerror or error}", err=True)
+        sys.exit(1)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="warmroute")
+def main() -> None:
+    """Endpoint picker for LLM inference behind Envoy."""
+
+
+def _serve(**flags: Any) -> None:
+    from epp.runtime import logs
+    from epp.runtime.app import serve
+
+    options = Options(
+        **{**flags, "pool_namespace": flags["pool_namespace"] or os.environ.get("NAMESPACE", "default")}
+    )
+
+    def action() -> None:
+        try:
+            logs.set_up(options.zap_encoder, options.v)
+        except ValueError as error:
+            raise ConfigError("command line", *_one(str(error))) from None
+        serve(options)
+
+    run(action)
+
+
+def _one(message: str) -> tuple[Any, ...]:
+    from epp.errors import Problem
+
+    return (Problem("", message),)
+
+
+main.add_command(
+    click.Command(
+        "serve",
+        callback=_serve,
+        params=_serve_options(),
+        help="Run the endpoint picker: the ext-proc service that Envoy asks for every request.",
+        short_help="Run the endpoint picker.",
+    )
+)
+
+
+@main.group()
+def config() -> None:
+    """Work with EndpointPickerConfig files."""
+
+
+@config.command("check")
+@click.argument("file", type=click.Path(path_type=Path))
+def config_check(file: Path) -> None:
+    """Say what is wrong with FILE, or print the effective configuration and where each value comes from."""
+    from epp.config.check import effective
+    from epp.runtime.app import read_config
+
+    def action() -> None:
+        loaded = read_config(Options(config_file=str(file)))
+        click.echo(effective(loaded))
+
+    run(action)
+
+
+@main.command()
+@click.option(
+    "--admin", default="http://127.0.0.1:9091", show_default=True, help="Admin address of a running picker."
+)
+@click.option(
+    "--file", "file", type=click.Path(path_type=Path), help="A recorded decision, or a list of them (JSON)."
+)
+@click.option("--request-id", help="Only this request.")
+@click.option("--last", type=click.IntRange(min=1), default=1, show_default=True, help="How many decisions.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: what --file reads.")
+def explain(admin: str, file: Path | None, request_id: str | None, last: int, as_json: bool) -> None:
+    """Why this endpoint: a table per endpoint, filter and scorer."""
+    from epp.runtime.explanations import fetch, read
+    from epp.scheduling.explain import render_table
+
+    def action() -> None:
+        found = read(file) if file else fetch(admin, last, request_id)
+        if request_id is not None:
+            found = [each for each in found if each.request_id == request_id]
+        if not found:
+            which = f"request {request_id}" if request_id else "any request"
+            raise WarmrouteError(f"no decision is kept for {which}; a picker keeps the last ones only")
+        if as_json:
+            click.echo(msgspec.json.format(msgspec.json.encode(found[:last])).decode())
+            return
+        click.echo("\n\n".join(render_table(each) for each in found[:last]))
+
+    run(action)
+
+
+@main.command()
+@click.option(
+    "--workload", type=click.Path(path_type=Path), help="Workload file; default: the one of the examples."
+)
+@click.option("--seed", type=int, help="Seed of the workload, in place of the file's.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there.")
+@click.option("--picture", type=click.Path(path_type=Path), default=Path("out/demo.png"), show_default=True)
+@click.option("--trace", type=click.Path(path_type=Path), help="Play this trace (Mooncake format) instead.")
+@click.option("--trace-speed-up", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
+@click.option(
+    "--trace-limit", type=click.IntRange(min=1), default=800, show_default=True, help="First lines only."
+)
+@click.option("--envoy", type=click.Path(path_type=Path), help="Envoy binary; default: search.")
+@click.option("--keep", is_flag=True, help="Keep everything running afterwards.")
+def demo(workload: Path | None, picture: Path, **rest: Any) -> None:
+    """Round robin against Warmroute: 8 simulated engines behind a real Envoy."""
+    from rich.console import Console
+
+    from epp.lab.demo import DemoOptions
+    from epp.lab.demo import demo as play_demo
+
+    options = DemoOptions(workload=workload or _example("demo/workload.json"), picture=picture, **rest)
+    status = 0
+
+    def action() -> None:
+        nonlocal status
+        status = play_demo(options, Console())
+
+    run(action)
+    sys.exit(status)
+
+
+def _example(name: str) -> Path:
+    """A file of the examples, beside the package in a checkout."""
+    return Path(__file__).resolve().parents[1] / "examples" / name
+
+
+if __name__ == "__main__":
+    main()

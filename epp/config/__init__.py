@@ -1,0 +1,1 @@
+"""EndpointPickerConfig files: read, checked, explained, and built into plugins and I/O specs."""

@@ -1,0 +1,175 @@
+"""The file format `EndpointPickerConfig`, as structs. Field names are those of the file in camel case."""
+
+import re
+from math import isfinite
+from typing import Annotated, Any, ClassVar, Final
+
+import msgspec
+from msgspec import Meta
+
+NonNegative = Annotated[int, Meta(ge=0)]
+Name = Annotated[str, Meta(min_length=1)]
+
+
+class Duration(float):
+    """Seconds, written in the file as `300ms`, `5s`, `1m30s` or `0`."""
+
+    __slots__ = ()
+    expected: ClassVar[str] = "a duration such as 200ms, 5s or 1m30s"
+
+    @classmethod
+    def parse(cls, value: object) -> "Duration":
+        """Raises ValueError when `value` is not a duration."""
+        if value == 0 and not isinstance(value, bool):
+            return cls(0)
+        if not isinstance(value, str) or len(value) > 64 or not _DURATION.fullmatch(value):
+            raise ValueError
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in _DURATION_PART.findall(value))
+        return cls(seconds)
+
+
+class Quantity(int):
+    """A whole number, written in the file as `5000`, `1k` (1000) or `10Gi` (10 x 2^30)."""
+
+    __slots__ = ()
+    expected: ClassVar[str] = "a quantity such as 5000, 1k or 10Gi, not negative"
+
+    @classmethod
+    def parse(cls, value: object) -> "Quantity":
+        """Raises ValueError when `value` is not a quantity."""
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            value = str(value)
+        if not isinstance(value, str) or not (found := _QUANTITY.fullmatch(value)):
+            raise ValueError
+        amount = float(found[1]) * _MULTIPLES[found[2] or ""]
+        if not isfinite(amount) or amount != int(amount):
+            raise ValueError
+        return cls(amount)
+
+
+_SECONDS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_NUMBER: Final = r"[0-9]{1,15}(?:\.[0-9]{0,15})?"
+_DURATION_PART: Final = re.compile(rf"({_NUMBER})(ns|us|µs|ms|s|m|h)")
+_DURATION: Final = re.compile(rf"0|(?:{_NUMBER}(?:ns|us|µs|ms|s|m|h))+")
+_QUANTITY: Final = re.compile(rf"({_NUMBER})(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
+_MULTIPLES: Final = {
+    "": 1,
+    **{unit: 10 ** (3 * power) for power, unit in enumerate("kMGTP", 1)},
+    **{f"{unit}i": 1024**power for power, unit in enumerate("KMGTP", 1)},
+}
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    pass
+
+
+class NoParameters(_Section, frozen=True):
+    """For plugins without parameters."""
+
+
+class PluginEntry(_Section, frozen=True):
+    """One plugin. `name` defaults to `type`; names are unique. `parameters` belong to the type."""
+
+    type: Name
+    name: Name | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class PluginRef(_Section, frozen=True):
+    """A plugin by name."""
+
+    plugin_ref: Name
+
+
+class ProfilePlugin(_Section, frozen=True):
+    """A plugin's part in a profile. `weight` matters for scorers only."""
+
+    plugin_ref: Name
+    weight: Annotated[float, Meta(ge=0)] | None = None
+
+
+class ProfileEntry(_Section, frozen=True):
+    """A scheduling profile."""
+
+    name: Name
+    plugins: tuple[ProfilePlugin, ...] = ()
+
+
+class SourceEntry(_Section, frozen=True):
+    """A data source and what reads its answers."""
+
+    plugin_ref: Name
+    extractors: tuple[PluginRef, ...] = ()
+
+
+class DataLayer(_Section, frozen=True):
+    """Where facts about endpoints come from.
+
+    Attributes:
+        inject_defaults: add the metrics source and its extractor where none is named.
+        discovery: what lists the endpoints; without it they come from the command line.
+    """
+
+    inject_defaults: bool = True
+    sources: tuple[SourceEntry, ...] = ()
+    discovery: PluginRef | None = None
+    peer_discovery: PluginRef | None = None
+    cross_replica_syncer_plugin_ref: Name | None = None
+    cross_replica_sync_interval: Duration | None = None
+
+
+class BandTemplate(_Section, frozen=True):
+    """Limits and policies of priority bands; 0 = the default."""
+
+    max_bytes: Quantity | None = None
+    max_requests: Quantity | None = None
+    fairness_policy_ref: Name | None = None
+    ordering_policy_ref: Name | None = None
+
+
+class PriorityBand(BandTemplate, frozen=True, kw_only=True):
+    """The band of one priority."""
+
+    priority: int
+
+
+class DetectorRef(_Section, frozen=True):
+    """A saturation detector by name; empty = the default one."""
+
+    plugin_ref: Name | None = None
+
+
+class FlowControl(_Section, frozen=True):
+    """Queues in front of the pool; used while the feature gate `flowControl` is on."""
+
+    max_bytes: Quantity | None = None
+    max_requests: Quantity | None = None
+    default_request_ttl: Duration | None = msgspec.field(default=None, name="defaultRequestTTL")
+    no_endpoint_request_ttl: Duration | None = msgspec.field(default=None, name="noEndpointRequestTTL")
+    default_priority_band: BandTemplate | None = None
+    default_negative_priority_band: BandTemplate | None = None
+    priority_bands: tuple[PriorityBand, ...] = ()
+    usage_limit_policy_plugin_ref: Name | None = None
+    saturation_detector: DetectorRef | None = None
+    enable_eviction: bool = False
+
+
+class RequestHandler(_Section, frozen=True):
+    """How requests are read."""
+
+    parsers: tuple[PluginRef, ...] = ()
+
+
+class EndpointPickerConfig(_Section, frozen=True):
+    """The whole file. `saturation_detector` and `parser` are deprecated places of fields further down."""
+
+    api_version: Name
+    kind: Name
+    feature_gates: tuple[str, ...] = ()
+    plugins: tuple[PluginEntry, ...] = ()
+    scheduling_profiles: tuple[ProfileEntry, ...] = ()
+    data_layer: DataLayer | None = None
+    flow_control: FlowControl | None = None
+    request_handler: RequestHandler | None = None
+    saturation_detector: DetectorRef | None = None
+    parser: PluginRef | None = None

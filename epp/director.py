@@ -1,0 +1,258 @@
+"""One request from prepared to placed, and back as its answer passes: a straight line through the rooms.
+
+The director is synchronous and knows no clock: `now` comes in. It owns the tickets, so whatever happens to
+a stream, what was charged for it is given back exactly once. A fleet in virtual time makes the same calls
+as live traffic (with `InferenceRequest.chains` in place of bodies).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from epp import names
+from epp.errors import BadRequest, RequestError
+from epp.payload.records import Api, InferenceRequest, RawRequest
+from epp.payload.request import Parsed, parse_request, rewrite_model
+from epp.pool.ledger import InflightLedger
+from epp.pool.records import Mask
+from epp.pool.store import PoolStore
+from epp.scheduling.ports import Answered, Ctx, DataProducer, Placed, ProfileHandler
+from epp.scheduling.records import (
+    AnswerFact,
+    AnswerHeaders,
+    Ended,
+    Facts,
+    FirstToken,
+    Leg,
+    Placement,
+    PrefixMatch,
+    Progress,
+    Ticket,
+    TicketId,
+)
+
+DEFAULT_FLOW = "default-flow"
+Edits = tuple[tuple[str, bytes], ...]
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """A request ready to be placed.
+
+    Attributes:
+        flow: fairness id, for metrics and queues.
+        body: what to forward in place of the client's body; None = unchanged.
+        remove_headers: request headers that no longer describe the body.
+        body_bytes: size as received.
+    """
+
+    request_id: str
+    request: InferenceRequest
+    flow: str
+    subset: tuple[str, ...] | None
+    body: bytes | None
+    remove_headers: tuple[str, ...]
+    body_bytes: int
+    received_at: float
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A request that cannot be placed; `error` is the client's answer."""
+
+    error: RequestError
+
+
+class Recorder(Protocol):
+    """Hears what happens, for metrics and for `explain`. Must not keep `ctx` or its arrays."""
+
+    def chosen(self, prepared: Prepared, legs: tuple[Leg, ...], ctx: Ctx) -> None:
+        """Before anything is charged: the load is the one the choice saw."""
+        ...
+
+    def placed(self, prepared: Prepared, ticket: Ticket) -> None: ...
+
+    def plugin_failed(self, plugin: object, error: Exception) -> None: ...
+
+    def served_elsewhere(self, ticket: Ticket, served: str) -> None: ...
+
+    def observed(self, prepared: Prepared, ticket: Ticket, fact: AnswerFact, now: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plugins:
+    """What the configuration chose, in the order it runs."""
+
+    handler: ProfileHandler
+    producers: tuple[DataProducer, ...] = ()
+    placed: tuple[Placed, ...] = ()
+    answered: tuple[Answered, ...] = ()
+
+
+class Director:
+    """Places requests and follows them to their end. One per process, driven by one thread."""
+
+    def __init__(
+        self,
+        store: PoolStore,
+        ledger: InflightLedger,
+        plugins: Plugins,
+        recorder: Recorder,
+        draw: Random,
+        *,
+        max_body_bytes: int,
+        use_subset: bool = True,
+    ) -> None:
+        self.plugins = plugins
+        self._store = store
+        self._ledger = ledger
+        self._recorder = recorder
+        self._draw = draw
+        self._max_body_bytes = max_body_bytes
+        self._use_subset = use_subset
+        self._tickets: dict[TicketId, tuple[Prepared, Ticket]] = {}
+        self._ids = count(1)
+
+    @property
+    def in_flight(self) -> int:
+        """Tickets that have not ended."""
+        return len(self._tickets)
+
+    # -- before the choice ------------------------------------------------------------------------
+
+    def prepare(self, raw: RawRequest, now: float) -> Prepared:
+        """Read the body and settle the model name.
+
+        Raises:
+            BadRequest, PayloadTooLarge: the request cannot be understood.
+        """
+        return self.prepare_parsed(raw, parse_request(raw, max_bytes=self._max_body_bytes), now)
+
+    def prepare_parsed(self, raw: RawRequest, parsed: Parsed, now: float) -> Prepared:
+        """As `prepare`, for a body that was decoded elsewhere."""
+        request = parsed.request
+        body: bytes | None = None
+        remove_headers: tuple[str, ...] = ()
+        if request.api is not Api.PASSTHROUGH:
+            target = raw.header(*names.MODEL_NAME_REWRITE) or request.model
+            if not target:
+                raise BadRequest("model not found in request body", param="model")
+            if target != request.model:
+                rewritten = rewrite_model(parsed, target)
+                body, remove_headers = rewritten.body, rewritten.remove_headers
+                request = msgspec.structs.replace(request, target_model=target)
+        return Prepared(
+            request_id=raw.request_id,
+            request=request,
+            flow=raw.header(*names.FAIRNESS_ID) or DEFAULT_FLOW,
+            subset=raw.subset if self._use_subset else None,
+            body=body,
+            remove_headers=remove_headers,
+            body_bytes=len(raw.body),
+            received_at=now,
+        )
+
+    # -- the choice -------------------------------------------------------------------------------
+
+    def submit(self, prepared: Prepared, now: float) -> Placement | Refusal:
+        """Choose endpoints, charge them, and let every hook know before the next request is looked at."""
+        ctx = Ctx(prepared.request, self._store.view, self._ledger.load, {}, now, self._draw)
+        self._produce(ctx)
+        try:
+            legs = self.plugins.handler.place(ctx, self._eligible(prepared.subset))
+        except RequestError as error:
+            return Refusal(error)
+        self._recorder.chosen(prepared, legs, ctx)
+        placement = Placement(TicketId(next(self._ids)), legs)
+        slot = placement.serving.decision.slots[0]
+        ticket = Ticket(
+            id=placement.ticket,
+            request=prepared.request,
+            placement=placement,
+            slot=slot,
+            prefill_tokens=_uncached_tokens(prepared.request, ctx.facts, slot),
+            placed_at=now,
+            facts=ctx.facts,
+        )
+        self._tickets[ticket.id] = prepared, ticket
+        self._ledger.charge(slot, ticket.prefill_tokens)
+        for hook in self.plugins.placed:
+            try:
+                hook.placed(ctx, ticket)
+            except Exception as error:
+                self._recorder.plugin_failed(hook, error)
+        self._recorder.placed(prepared, ticket)
+        return placement
+
+    def _produce(self, ctx: Ctx) -> None:
+        for producer in self.plugins.producers:
+            try:
+                producer.produce(ctx)
+            except Exception as error:  # a plugin's fault costs its facts, never the request
+                self._recorder.plugin_failed(producer, error)
+
+    def _eligible(self, subset: Sequence[str] | None) -> Mask:
+        view = self._store.view
+        if subset is None:
+            return view.candidates.copy()
+        allowed = np.zeros(view.capacity, np.bool_)
+        for host_port in subset:
+            slot = self._store.slot_of(host_port)
+            if slot is not None:
+                allowed[slot] = True
+        return allowed & view.candidates
+
+    # -- after the choice -------------------------------------------------------------------------
+
+    def observe(self, ticket_id: TicketId, fact: AnswerFact, now: float) -> Edits:
+        """What happened to a placed request; returns headers to set on its answer.
+
+        A fact for a ticket that has ended is dropped: there is nothing left to account for.
+        """
+        found = self._tickets.get(ticket_id)
+        if found is None:
+            return ()
+        prepared, ticket = found
+        match fact:
+            case AnswerHeaders():
+                self._headers(ticket, fact, now)
+            case FirstToken():
+                ticket.first_token_at = now
+                self._ledger.prefill_done(ticket.slot, ticket.prefill_tokens)
+                ticket.prefill_tokens = 0
+            case Progress():
+                self._store.answering(ticket.slot, now)
+            case Ended():
+                del self._tickets[ticket_id]
+                self._ledger.release(ticket.slot, ticket.prefill_tokens)
+                ticket.prefill_tokens = 0
+        for hook in self.plugins.answered:
+            try:
+                hook.observe(ticket, fact, now)
+            except Exception as error:
+                self._recorder.plugin_failed(hook, error)
+        self._recorder.observed(prepared, ticket, fact, now)
+        return ()
+
+    def _headers(self, ticket: Ticket, fact: AnswerHeaders, now: float) -> None:
+        ticket.status = fact.status
+        ticket.streaming = fact.streaming
+        served = self._store.slot_of(fact.served) if fact.served else None
+        if served is not None and served != ticket.slot:
+            self._ledger.move(ticket.slot, served, ticket.prefill_tokens)
+            ticket.slot = served
+        elif served is None and fact.served:
+            self._recorder.served_elsewhere(ticket, fact.served)
+        self._store.answering(ticket.slot, now)
+
+
+def _uncached_tokens(request: InferenceRequest, facts: Facts, slot: int) -> int:
+    """Prompt tokens the endpoint has to compute: all but those the best-informed producer saw there."""
+    cached = 0
+    for fact in facts.values():
+        if isinstance(fact, PrefixMatch):
+            cached = max(cached, int(fact.blocks[slot]) * fact.block_tokens)
+    return max(request.prompt_tokens - cached, 0)

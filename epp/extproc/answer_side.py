@@ -1,0 +1,243 @@
+"""The answer's way through an exchange: read while it passes, folded into facts for the director."""
+
+from typing import Final
+
+from epp import names
+from epp.errors import ProtocolError
+from epp.extproc.heads import CONTENT_LENGTH, read_answer_head
+from epp.extproc.order import (
+    BUFFERED,
+    BUFFERED_PARTIAL,
+    ENDED,
+    FULL_DUPLEX,
+    INITIAL,
+    NO_BODY,
+    OPEN,
+    STREAMED,
+    TRAILED,
+    WHOLE,
+    Message,
+    is_buffered,
+    refuse_unsupported,
+    takes,
+)
+from epp.extproc.pieces import pieces
+from epp.extproc.records import (
+    BodyReply,
+    Direction,
+    Edited,
+    Effect,
+    Headers,
+    HeadersReply,
+    Modes,
+    Observe,
+    ResponseChunk,
+    ResponseHeaders,
+    ResponseTrailers,
+    Send,
+    TrailersReply,
+)
+from epp.payload.answer import AnswerReader
+from epp.scheduling.records import AnswerHeaders, Cause, Ended, FirstToken, Progress, TicketId
+
+RESPONSE = Direction.RESPONSE
+PROGRESS_INTERVAL_S: Final = 1.0
+WENT_INTO: Final[Headers] = ((names.WENT_INTO_RESPONSE_HEADERS, b"true"),)
+
+
+class AnswerSide:
+    """An answer without a ticket (one the proxy made itself) passes unread.
+
+    Body messages are forwarded at once, whatever they hold; only the reader may keep back the part of
+    an event in which it puts a model name back. In STREAMED mode nothing can be sent after the last
+    body message, so such a part is lost where trailers cut an event in two.
+
+    Attributes:
+        stage: how far the answer has come.
+        dropped: body messages that came after the body had ended.
+        awaiting_edit: the director was told of the headers and has not said what to change yet.
+        complete: the whole answer has passed.
+    passes_unseen: the headers were replied to, and the rest goes by without us until the stream closes.
+    """
+
+    __slots__ = (
+        "_bodyless",
+        "_bytes",
+        "_chunks",
+        "_end_told",
+        "_first_token_told",
+        "_has_length",
+        "_mode",
+        "_progress_due",
+        "_reader",
+        "_remove_headers",
+        "_ticket",
+        "_waiting",
+        "awaiting_edit",
+        "complete",
+        "dropped",
+        "passes_unseen",
+        "stage",
+    )
+
+    def __init__(self) -> None:
+        self._mode = FULL_DUPLEX
+        self._ticket: TicketId | None = None
+        self._reader: AnswerReader | None = None
+        self._waiting: list[ResponseChunk | ResponseTrailers] = []
+        self._bodyless = False
+        self._has_length = False
+        self._remove_headers: tuple[str, ...] = ()
+        self._chunks = 0
+        self._bytes = 0
+        self._progress_due = 0.0
+        self._first_token_told = False
+        self._end_told = False
+        self.stage = INITIAL
+        self.dropped = 0
+        self.awaiting_edit = False
+        self.complete = False
+        self.passes_unseen = False
+
+    def expect(self, modes: Modes | None) -> None:
+        """How the proxy sends the body; raises ProtocolError for a mode that is not spoken here."""
+        if modes is not None:
+            refuse_unsupported(RESPONSE, modes.response)
+            self._mode = modes.response
+
+    def placed(self, ticket: TicketId, reader: AnswerReader) -> None:
+        """The request was sent on; what comes now belongs to `ticket`."""
+        self._ticket = ticket
+        self._reader = reader
+
+    @property
+    def done(self) -> bool:
+        """Nothing more can come, and all of it was replied to. After a buffered body trailers still can."""
+        return (self.stage is ENDED or self.stage is TRAILED) and not self.awaiting_edit
+
+    def headers(self, event: ResponseHeaders) -> list[Effect]:
+        takes(RESPONSE, Message.HEADERS, self.stage, self._mode)
+        head = read_answer_head(event.headers)
+        if head.informational and not event.end_of_stream:
+            return [Send(HeadersReply(RESPONSE))]
+        self.expect(event.modes)
+        self._has_length = head.has_length
+        self._bodyless = event.end_of_stream
+        self.stage = ENDED if event.end_of_stream else OPEN
+        if self._ticket is None or self._reader is None:
+            return self._answer_headers(())
+        remove_length = self._reader.begin(head.status, head.content_type, head.content_encoding)
+        streamed = self._mode is STREAMED or self._mode is FULL_DUPLEX
+        if remove_length and streamed and not self._bodyless:
+            self._remove_headers = (CONTENT_LENGTH,)
+        self._progress_due = event.at + PROGRESS_INTERVAL_S
+        self.awaiting_edit = True
+        fact = AnswerHeaders(head.status, event.served, self._reader.streaming)
+        return [Observe(self._ticket, fact)]
+
+    def edited(self, event: Edited) -> list[Effect]:
+        """Reply to the headers, and then to what came while the director looked at them."""
+        if not self.awaiting_edit:
+            raise ProtocolError("edits of answer headers that nobody asked for")
+        self.awaiting_edit = False
+        effects = self._answer_headers(event.set_headers)
+        waiting, self._waiting = self._waiting, []
+        for message in waiting:
+            if isinstance(message, ResponseChunk):
+                effects += self._pass_body(message, event.at)
+            else:
+                effects += self._pass_trailers(event.at)
+        return effects
+
+    def chunk(self, event: ResponseChunk) -> list[Effect]:
+        if self.stage is not OPEN and not takes(RESPONSE, Message.BODY, self.stage, self._mode):
+            self.dropped += 1
+            return []
+        if self._mode is not FULL_DUPLEX and is_buffered(self._mode):
+            self.stage = WHOLE
+        elif event.end_of_stream:
+            self.stage = ENDED
+        if self.awaiting_edit:
+            self._waiting.append(event)
+            return []
+        return self._pass_body(event, event.at)
+
+    def trailers(self, event: ResponseTrailers) -> list[Effect]:
+        takes(RESPONSE, Message.TRAILERS, self.stage, self._mode)
+        self.stage = TRAILED
+        if self.awaiting_edit:
+            self._waiting.append(event)
+            return []
+        return self._pass_trailers(event.at)
+
+    def end(self, cause: Cause) -> list[Effect]:
+        """Tell the director, once, that the ticket has ended."""
+        self._waiting = []
+        if self._ticket is None or self._reader is None or self._end_told:
+            return []
+        self._end_told = True
+        return [Observe(self._ticket, Ended(cause, self._reader.usage, self._chunks, self._bytes))]
+
+    def _answer_headers(self, set_headers: Headers) -> list[Effect]:
+        effects: list[Effect] = [Send(HeadersReply(RESPONSE, WENT_INTO + set_headers, self._remove_headers))]
+        if self._bodyless:
+            effects += self._completed()
+        elif self._mode is NO_BODY:
+            self.passes_unseen = True
+        return effects
+
+    def _pass_body(self, event: ResponseChunk, at: float) -> list[Effect]:
+        body = event.body
+        ends = event.end_of_stream or self._mode is BUFFERED
+        reader = self._reader
+        seen = body if reader is None else reader.feed(body, ends)
+        if self._mode is FULL_DUPLEX:
+            effects = pieces(RESPONSE, seen, event.end_of_stream)
+        else:
+            effects = [Send(self._body_reply(body, seen, ends))]
+        if body:
+            self._chunks += 1
+            self._bytes += len(body)
+        if reader is not None and not (self._first_token_told and at < self._progress_due):
+            self._tell_progress(reader, at, ends, effects)
+        if ends:
+            effects += self._completed()
+        elif self._mode is BUFFERED_PARTIAL:
+            self.passes_unseen = True
+        return effects
+
+    def _pass_trailers(self, at: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if self._reader is not None:
+            rest = self._reader.finish()
+            if self._mode is FULL_DUPLEX:
+                effects += pieces(RESPONSE, rest, end_of_stream=False)
+            self._tell_progress(self._reader, at, True, effects)
+        effects.append(Send(TrailersReply(RESPONSE)))
+        effects += self._completed()
+        return effects
+
+    def _completed(self) -> list[Effect]:
+        self.complete = True
+        return self.end(Cause.NATURAL)
+
+    def _tell_progress(self, reader: AnswerReader, at: float, ends: bool, effects: list[Effect]) -> None:
+        assert self._ticket is not None
+        if not self._first_token_told and reader.first_token:
+            self._first_token_told = True
+            effects.append(Observe(self._ticket, FirstToken()))
+        if not ends and at >= self._progress_due:
+            self._progress_due = at + PROGRESS_INTERVAL_S
+            effects.append(Observe(self._ticket, Progress(self._chunks, self._bytes)))
+
+    def _body_reply(self, body: bytes, seen: bytes, ends: bool) -> BodyReply:
+        """Reply to a body message that wants exactly one; the body is in it only where it changes.
+
+        A part of a body whose rest goes by unseen, and a body whose length was announced already, stay as
+        they are.
+        """
+        if seen == body or self._mode is NO_BODY or (is_buffered(self._mode) and not ends):
+            return BodyReply(RESPONSE)
+        if is_buffered(self._mode) and self._has_length:
+            return BodyReply(RESPONSE, seen, ((CONTENT_LENGTH, str(len(seen)).encode()),))
+        return BodyReply(RESPONSE, seen)

@@ -1,0 +1,192 @@
+"""Between ext-proc messages on the wire and the exchange's records; the only module here with protobuf."""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Final
+
+from google.protobuf.message import DecodeError
+from google.protobuf.struct_pb2 import Value
+
+from epp import names
+from epp.errors import ProtocolError
+from epp.extproc.records import (
+    BodyMode,
+    BodyReply,
+    Direction,
+    Event,
+    Headers,
+    HeadersReply,
+    ImmediateReply,
+    Modes,
+    Reply,
+    RequestChunk,
+    RequestHeaders,
+    RequestTrailers,
+    ResponseChunk,
+    ResponseHeaders,
+    ResponseTrailers,
+    StreamedBodyReply,
+    TrailersReply,
+)
+from epp.wire.ext_proc_pb2 import (
+    CommonResponse,
+    HeaderMap,
+    HeaderMutation,
+    HeaderValueOption,
+    ProcessingRequest,
+    ProcessingResponse,
+)
+
+OVERWRITE: Final = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+DESTINATIONS_KEPT: Final = 4096
+REQUEST: Final = Direction.REQUEST
+RESPONSE: Final = Direction.RESPONSE
+
+
+def decode(message: bytes, at: float) -> Event:
+    """Read one `ProcessingRequest`; `at` is when it arrived, in monotonic seconds.
+
+    Raises ProtocolError for bytes that are none, and for a kind of message or body mode not known here.
+    """
+    try:
+        wire = ProcessingRequest.FromString(message)
+    except DecodeError:
+        raise ProtocolError("message is not a ProcessingRequest of envoy.service.ext_proc.v3") from None
+    kind = wire.WhichOneof("request")
+    if kind == "response_body":
+        part = wire.response_body
+        return ResponseChunk(at, part.body, part.end_of_stream)
+    if kind == "request_body":
+        part = wire.request_body
+        return RequestChunk(at, part.body, part.end_of_stream, _subset(wire))
+    if kind == "request_headers":
+        head = wire.request_headers
+        return RequestHeaders(at, _headers(head.headers), head.end_of_stream, _subset(wire), _modes(wire))
+    if kind == "response_headers":
+        head = wire.response_headers
+        return ResponseHeaders(at, _headers(head.headers), head.end_of_stream, _served(wire), _modes(wire))
+    if kind == "request_trailers":
+        return RequestTrailers(at)
+    if kind == "response_trailers":
+        return ResponseTrailers(at)
+    raise ProtocolError("ProcessingRequest carries no headers, body or trailers message")
+
+
+def encode(reply: Reply) -> bytes:
+    """Write one `ProcessingResponse`."""
+    wire = ProcessingResponse()
+    if isinstance(reply, StreamedBodyReply):
+        body = wire.response_body if reply.direction is RESPONSE else wire.request_body
+        piece = body.response.body_mutation.streamed_response
+        piece.body = reply.body
+        if reply.end_of_stream:
+            piece.end_of_stream = True
+        return wire.SerializeToString()
+    match reply:
+        case HeadersReply():
+            part = wire.request_headers if reply.direction is REQUEST else wire.response_headers
+            part.SetInParent()
+            return _with_edits(wire, part.response, reply)
+        case BodyReply():
+            body = wire.request_body if reply.direction is REQUEST else wire.response_body
+            body.SetInParent()
+            if reply.body is not None:
+                body.response.body_mutation.body = reply.body
+            return _with_edits(wire, body.response, reply)
+        case TrailersReply():
+            end = wire.request_trailers if reply.direction is REQUEST else wire.response_trailers
+            end.SetInParent()
+            return wire.SerializeToString()
+        case ImmediateReply():
+            answer = wire.immediate_response
+            answer.status.code = reply.status
+            answer.body = reply.body
+            answer.details = reply.details
+            _set_headers(answer.headers, reply.headers)
+            return wire.SerializeToString()
+
+
+def _with_edits(wire: ProcessingResponse, common: CommonResponse, reply: HeadersReply | BodyReply) -> bytes:
+    """The message with header edits and destination; the route depends on the destination header."""
+    if reply.set_headers:
+        _set_headers(common.header_mutation, reply.set_headers)
+    if reply.remove_headers:
+        common.header_mutation.remove_headers.extend(reply.remove_headers)
+    if reply.destination is None:
+        return wire.SerializeToString()
+    destination = ((names.DESTINATION_ENDPOINT, reply.destination.encode()),)
+    _set_headers(common.header_mutation, destination)
+    common.clear_route_cache = True
+    return wire.SerializeToString() + _destination_metadata(reply.destination)
+
+
+def _set_headers(mutation: HeaderMutation, headers: Headers) -> None:
+    for name, value in headers:
+        option = mutation.set_headers.add()
+        option.header.key = name.encode()
+        option.header.raw_value = value
+        option.append_action = OVERWRITE
+
+
+@lru_cache(maxsize=DESTINATIONS_KEPT)
+def _destination_metadata(destination: str) -> bytes:
+    """A `ProcessingResponse` with nothing but the metadata: messages merge when their bytes are joined."""
+    wire = ProcessingResponse()
+    chosen = wire.dynamic_metadata.fields[names.LB_NAMESPACE].struct_value
+    chosen.fields[names.DESTINATION_ENDPOINT].string_value = destination
+    return wire.SerializeToString()
+
+
+def _headers(headers: HeaderMap) -> Headers:
+    return tuple(
+        [
+            (header.key.decode("latin-1").lower(), header.raw_value or header.value)
+            for header in headers.headers
+        ]
+    )
+
+
+def _modes(wire: ProcessingRequest) -> Modes | None:
+    if not wire.HasField("protocol_config"):
+        return None
+    config = wire.protocol_config
+    try:
+        return Modes(BodyMode(config.request_body_mode), BodyMode(config.response_body_mode))
+    except ValueError as error:
+        raise ProtocolError(f"protocol_config: {error}") from None
+
+
+def _subset(wire: ProcessingRequest) -> tuple[str, ...] | None:
+    """Entries of the subset hint: a list of strings, or one string with commas. None where there is no hint.
+
+    A hint that holds no string restricts to nothing.
+    """
+    hint = _metadata(wire, names.SUBSET_NAMESPACE, names.DESTINATION_ENDPOINT_SUBSET)
+    if hint is None:
+        return None
+    entries: Iterable[str] = ()
+    if hint.WhichOneof("kind") == "string_value":
+        entries = hint.string_value.split(",")
+    elif hint.WhichOneof("kind") == "list_value":
+        entries = [
+            entry.string_value
+            for entry in hint.list_value.values
+            if entry.WhichOneof("kind") == "string_value"
+        ]
+    return tuple([entry.strip() for entry in entries if entry.strip()])
+
+
+def _served(wire: ProcessingRequest) -> str | None:
+    served = _metadata(wire, names.LB_NAMESPACE, names.DESTINATION_ENDPOINT_SERVED)
+    return (served.string_value or None) if served is not None else None
+
+
+def _metadata(wire: ProcessingRequest, namespace: str, key: str) -> Value | None:
+    """One value of the filter metadata. Looks before it takes: taking a missing map entry would make it."""
+    if not wire.HasField("metadata_context"):
+        return None
+    spaces = wire.metadata_context.filter_metadata
+    if namespace not in spaces:
+        return None
+    fields = spaces[namespace].fields
+    return fields.get(key)

@@ -1,0 +1,321 @@
+"""Lab engines, pickers and an Envoy as child processes on loopback: for demos and end-to-end tests."""
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+import msgspec
+
+from epp.errors import WarmrouteError
+from epp.lab.envoy import BodyModes, EnvoyProcess, PickerAddress, envoy_config
+from epp.lab.servers import FleetStats
+from epp.lab.workload import Fleet
+
+HOST = "127.0.0.1"
+_POLL_S = 0.05
+
+
+class StackError(WarmrouteError):
+    """A child process did not come up; the message ends with its last output."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((HOST, 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+class Child:
+    """One child process with its output in a file."""
+
+    def __init__(self, name: str, command: Sequence[str], log_path: Path) -> None:
+        self.name = name
+        self.command = command
+        self.log_path = log_path
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        with self.log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode if self._process else None
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    async def wait(self) -> int:
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def stop(self, number: signal.Signals = signal.SIGTERM, grace_s: float = 5.0) -> None:
+        """Ends it, by force after `grace_s`."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        self.send(number)
+        try:
+            await asyncio.wait_for(self.wait(), grace_s)
+        except TimeoutError:
+            self._process.kill()
+            await self.wait()
+
+    def log_end(self, lines: int = 15) -> str:
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def failed(self, what: str) -> StackError:
+        return StackError(f"{self.name} {what}; its last output:\n{self.log_end()}")
+
+
+class LabEngines:
+    """The engines of a fleet in one child process."""
+
+    def __init__(self, fleet: Fleet, model: str, folder: Path) -> None:
+        self._ready = folder / "engines.json"
+        self.child = Child(
+            "the lab's engines",
+            [
+                *(sys.executable, "-m", "epp.lab.servers", "--port-base", "0", "--count", str(fleet.engines)),
+                *("--model", model, "--fit", fleet.fit, "--speedup", str(fleet.speed_up)),
+                *("--num-blocks", str(fleet.num_blocks), "--block-size", str(fleet.block_size)),
+                *("--max-num-seqs", str(fleet.max_num_seqs)),
+                *("--max-num-batched-tokens", str(fleet.max_num_batched_tokens)),
+                *("--max-model-len", str(fleet.max_model_len), "--ready-file", str(self._ready)),
+            ],
+            folder / "engines.log",
+        )
+        self.ports: list[int] = []
+        self.admin_url = ""
+
+    async def start(self, timeout_s: float = 30.0) -> None:
+        await self.child.start()
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not self._ready.exists() or not self._ready.read_text().endswith("\n"):
+            if self.child.returncode is not None or asyncio.get_running_loop().time() > deadline:
+                raise self.child.failed("did not come up")
+            await asyncio.sleep(_POLL_S)
+        ready = json.loads(self._ready.read_text())
+        self.ports = ready["ports"]
+        self.admin_url = f"http://{HOST}:{ready['admin_port']}"
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        return [(HOST, port) for port in self.ports]
+
+    async def stats(self) -> FleetStats:
+        return msgspec.json.decode(await self._ask("GET", "/lab/stats"), type=FleetStats)
+
+    async def reset(self) -> None:
+        """Every engine as new."""
+        await self._ask("POST", "/lab/reset")
+
+    async def kill(self, port: int) -> None:
+        """As a killed process: connections reset, port closed, cache lost."""
+        await self._ask("POST", f"/lab/stop?port={port}")
+
+    async def revive(self, port: int) -> None:
+        await self._ask("POST", f"/lab/start?port={port}")
+
+    async def _ask(self, method: str, path: str) -> bytes:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, self.admin_url + path) as answer,
+        ):
+            body = await answer.read()
+            if answer.status != 200:
+                raise StackError(f"{path} answered {answer.status}: {body.decode(errors='replace')}")
+            return body
+
+
+class Picker:
+    """`warmroute serve` in a child process, with its endpoints in a watched file."""
+
+    def __init__(
+        self,
+        folder: Path,
+        endpoints: Sequence[tuple[str, int]],
+        *,
+        name: str = "picker",
+        tls: bool = False,
+        config: str | None = None,
+        flags: Sequence[str] = (),
+    ) -> None:
+        self.grpc_port, self.health_port, self.metrics_port, self.admin_port = free_ports(4)
+        self.endpoints_file = folder / f"{name}-endpoints.yaml"
+        self.config_file = folder / f"{name}-config.yaml"
+        self.write_endpoints(endpoints)
+        self.config_file.write_text(config or default_config(self.endpoints_file))
+        self.child = Child(
+            "the picker",
+            [
+                *(sys.executable, "-m", "epp.cli", "serve", "--config-file", str(self.config_file)),
+                *("--grpc-host", HOST, "--grpc-port", str(self.grpc_port)),
+                *("--grpc-health-port", str(self.health_port), "--metrics-port", str(self.metrics_port)),
+                *("--admin-port", str(self.admin_port), "--pool-name", "lab"),
+                *(f"--secure-serving={str(tls).lower()}", "--metrics-endpoint-auth=false"),
+                *flags,
+            ],
+            folder / f"{name}.log",
+        )
+
+    def write_endpoints(self, endpoints: Sequence[tuple[str, int]]) -> None:
+        """Replace the watched file at once, as a ConfigMap update does."""
+        lines = ["endpoints:"] if endpoints else ["endpoints: []"]
+        for index, (host, port) in enumerate(endpoints):
+            lines.append(f'- {{name: engine-{index}, address: {host}, port: "{port}"}}')
+        fresh = self.endpoints_file.with_suffix(".new")
+        fresh.write_text("\n".join(lines) + "\n")
+        fresh.replace(self.endpoints_file)
+
+    @property
+    def address(self) -> PickerAddress:
+        return PickerAddress(HOST, self.grpc_port, self.health_port)
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://{HOST}:{self.admin_port}"
+
+    async def start(self, timeout_s: float = 20.0) -> None:
+        await self.child.start()
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not await _listens(self.grpc_port):
+            if self.child.returncode is not None or asyncio.get_running_loop().time() > deadline:
+                raise self.child.failed("did not come up")
+            await asyncio.sleep(_POLL_S)
+
+    async def metrics(self) -> str:
+        """The text of its /metrics page."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://{HOST}:{self.metrics_port}/metrics") as answer,
+        ):
+            return await answer.text()
+
+
+def default_config(endpoints_file: Path) -> str:
+    """The field's default profile, endpoints from a watched file."""
+    return f"""\
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: queue-scorer
+- type: kv-cache-utilization-scorer
+- type: prefix-cache-scorer
+- type: max-score-picker
+- name: endpoints
+  type: file-discovery
+  parameters: {{path: {endpoints_file}, watchFile: true}}
+schedulingProfiles:
+- name: default
+  plugins:
+  - {{pluginRef: queue-scorer, weight: 2}}
+  - {{pluginRef: kv-cache-utilization-scorer, weight: 2}}
+  - {{pluginRef: prefix-cache-scorer, weight: 3}}
+  - {{pluginRef: max-score-picker}}
+dataLayer:
+  discovery: {{pluginRef: endpoints}}
+"""
+
+
+async def _listens(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(HOST, port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+@dataclass
+class Stack:
+    """Engines, pickers and an Envoy, started in this order and ended in the other.
+
+    Attributes:
+        gateway_url: through the picker. round_robin_url: past it.
+    """
+
+    fleet: Fleet
+    model: str
+    folder: Path
+    envoy: Path
+    fail_open: bool = True
+    mode: BodyModes = BodyModes.FULL_DUPLEX
+    tls: bool = False
+    picker_count: int = 1
+    picker_flags: Sequence[str] = ()
+    picker_config: str | None = None
+    envoy_workers: int = 1
+    engines: LabEngines = field(init=False)
+    pickers: list[Picker] = field(init=False, default_factory=list)
+    gateway_url: str = field(init=False, default="")
+    round_robin_url: str = field(init=False, default="")
+    proxy: EnvoyProcess = field(init=False)
+    _exit: AsyncExitStack = field(init=False, default_factory=AsyncExitStack)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._exit.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._exit.aclose()
+
+    async def _start(self) -> None:
+        self.engines = LabEngines(self.fleet, self.model, self.folder)
+        self._exit.push_async_callback(self.engines.child.stop)
+        await self.engines.start()
+        for index in range(self.picker_count):
+            picker = Picker(
+                self.folder,
+                self.engines.addresses,
+                name=f"picker-{index}",
+                tls=self.tls,
+                config=self.picker_config,
+                flags=self.picker_flags,
+            )
+            self._exit.push_async_callback(picker.child.stop, signal.SIGKILL)
+            await picker.start()
+            self.pickers.append(picker)
+        listen, round_robin, admin = free_ports(3)
+        self.gateway_url, self.round_robin_url = f"http://{HOST}:{listen}", f"http://{HOST}:{round_robin}"
+        config = envoy_config(
+            listen_port=listen,
+            admin_port=admin,
+            pickers=[picker.address for picker in self.pickers],
+            endpoints=self.engines.addresses,
+            fail_open=self.fail_open,
+            mode=self.mode,
+            tls=self.tls,
+            round_robin_port=round_robin,
+        )
+        self.proxy = EnvoyProcess(self.envoy, config, admin_port=admin, workers=self.envoy_workers)
+        self._exit.push_async_callback(self.proxy.stop)
+        await self.proxy.start()

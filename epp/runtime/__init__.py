@@ -1,0 +1,1 @@
+"""The only room with sockets, files and clocks."""

@@ -1,0 +1,286 @@
+"""Puts the rooms together and runs them: `warmroute serve`."""
+
+import asyncio
+import gc
+import logging
+import os
+import random
+import signal
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+from prometheus_client import start_http_server
+
+from epp.config.load import Assembly, build, default_config, load_config
+from epp.config.loaded import LoadedConfig
+from epp.director import Director, Plugins
+from epp.errors import ConfigError, Problem
+from epp.extproc.exchange import Exchange
+from epp.extproc.limits import BodyBudget, Limits
+from epp.kvcache.approximate import ApproximatePrefixProducer
+from epp.pool.ledger import InflightLedger
+from epp.pool.records import Endpoint
+from epp.pool.store import FIRST_CAPACITY, PoolStore
+from epp.runtime.admin import admin_app, start_admin
+from epp.runtime.discovery import FileDiscovery, endpoints_from_flags
+from epp.runtime.grpcio import GrpcioTransport, StreamCounts
+from epp.runtime.health import Health, HealthServer
+from epp.runtime.metrics import Metrics
+from epp.runtime.options import Options
+from epp.runtime.recorder import RuntimeRecorder
+from epp.runtime.router import Decoder, Router
+from epp.runtime.scrape import Scraper
+from epp.runtime.stream import Stream
+from epp.runtime.tls import server_credentials
+
+log = logging.getLogger(__name__)
+
+_UPKEEP_S = 0.5
+_PLUGINS_S = 2.0
+
+
+def read_config(options: Options) -> LoadedConfig:
+    """The configuration the options name, or the default one.
+
+    Raises:
+        ConfigError: it cannot be read or used.
+    """
+    if options.config_file and options.config_text:
+        raise ConfigError("--config-text", Problem("", "give --config-file or --config-text, not both"))
+    if options.config_text:
+        return load_config(options.config_text, "--config-text")
+    if not options.config_file:
+        return default_config()
+    try:
+        return load_config(Path(options.config_file).read_bytes(), options.config_file)
+    except OSError as error:
+        raise ConfigError(options.config_file, Problem("", f"cannot be read: {error.strerror}")) from None
+
+
+@dataclass(slots=True)
+class App:
+    """Everything with a life of its own. Build it with `assemble`, run it with `run`."""
+
+    options: Options
+    assembly: Assembly
+    store: PoolStore
+    ledger: InflightLedger
+    director: Director
+    metrics: Metrics
+    recorder: RuntimeRecorder
+    router: Router
+    scraper: Scraper
+    health: Health
+    budget: BodyBudget
+    limits: Limits
+
+    # -- building ---------------------------------------------------------------------------------
+
+    @classmethod
+    def assemble(cls, options: Options, loaded: LoadedConfig) -> "App":
+        """Raises ConfigError when configuration and options do not fit together."""
+        ledger = InflightLedger(FIRST_CAPACITY)
+        store = PoolStore(staleness_s=options.metrics_staleness_threshold, busy=ledger.busy)
+        assembly = build(loaded, store.view, secret=os.urandom(32))
+        for warning in assembly.warnings:
+            log.warning(warning)
+        for member in assembly.members:
+            store.add_member(member)
+        metrics = Metrics(options.pool_name or "default", ("", ""))
+        recorder = RuntimeRecorder(metrics)
+        limits = Limits(body_bytes=options.max_request_body_bytes, held_bytes=options.max_held_bytes)
+        director = Director(
+            store,
+            ledger,
+            Plugins(
+                assembly.handler,
+                tuple(producer for _, producer in assembly.producers),
+                assembly.placed,
+                assembly.answered,
+            ),
+            recorder,
+            random.Random(options.seed if options.seed >= 0 else None),
+            max_body_bytes=limits.body_bytes,
+            use_subset=not options.disable_endpoint_subset_filter,
+        )
+        source = assembly.metrics_source
+        scraper = Scraper(
+            store,
+            interval_s=options.refresh_metrics_interval,
+            scheme=source.scheme,
+            path=source.path,
+            tls=not source.insecure_skip_verify,
+            on_error=log.warning,
+        )
+        decoder = Decoder(limits.body_bytes)
+        return cls(
+            options=options,
+            assembly=assembly,
+            store=store,
+            ledger=ledger,
+            director=director,
+            metrics=metrics,
+            recorder=recorder,
+            router=Router(director, metrics, decoder, time.monotonic, scraper.busy),
+            scraper=scraper,
+            health=Health(),
+            budget=BodyBudget(limits.held_bytes),
+            limits=limits,
+        )
+
+    def _stream(self, wake: Callable[[], None]) -> Stream:
+        exchange = Exchange(self.budget, self.limits, lambda: str(uuid.uuid4()))
+        return Stream(exchange, self.router, time.monotonic, wake)
+
+    # -- running ----------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT, then drain.
+
+        Raises:
+            ConfigError: endpoints or certificates cannot be used.
+            OSError: a port cannot be bound.
+        """
+        stop = _signals()
+        discovery = self._discovery()
+        async with AsyncExitStack() as stack:
+            transport = await self._listen(stack)
+            async with asyncio.TaskGroup() as tasks:
+                background = [tasks.create_task(self.scraper.run()), tasks.create_task(self._upkeep())]
+                if discovery is not None:
+                    background.append(tasks.create_task(discovery.run()))
+                self.health.synced()
+                log.info("serving", extra={"grpc_port": self.options.grpc_port})
+                await stop.get()
+                await self._drain(transport, stop)
+                for task in background:
+                    task.cancel()
+        self.router.close()
+
+    def _discovery(self) -> FileDiscovery | None:
+        spec, flags = self.assembly.discovery, self.options.endpoint
+        if spec is not None and flags:
+            raise ConfigError(
+                "--endpoint", Problem("", "give endpoints as flags or by file-discovery, not both")
+            )
+        if spec is None:
+            if not flags:
+                raise ConfigError(
+                    self.options.config_file or "command line",
+                    Problem("", "no endpoints: name them with --endpoint or a file-discovery plugin"),
+                )
+            self._members(endpoints_from_flags(flags))
+            return None
+        discovery = FileDiscovery(spec.path, spec.watch, self._members, self._discovery_failed)
+        self._members(discovery.load())
+        return discovery
+
+    def _members(self, endpoints: Sequence[Endpoint]) -> None:
+        change = self.store.sync(endpoints, time.monotonic())
+        self.ledger.resize(self.store.view.capacity)
+        if change:
+            log.info(
+                "endpoints changed",
+                extra={
+                    "joined": [e.host_port for e in change.joined],
+                    "left": [e.host_port for e in change.left],
+                },
+            )
+
+    def _discovery_failed(self, message: str) -> None:
+        self.metrics.counter("config_discovery_errors_total").inc()
+        log.error("the endpoints file cannot be used; the old endpoints stay", extra={"error": message})
+
+    async def _listen(self, stack: AsyncExitStack) -> GrpcioTransport:
+        options = self.options
+        streams = self.metrics.gauge("extproc_streams_inflight")
+
+        def closed(code: str) -> None:
+            streams.dec()
+            self.metrics.counter("extproc_streams_total", code).inc()
+
+        counts = StreamCounts(
+            opened=streams.inc,
+            closed=closed,
+        )
+        transport = GrpcioTransport(
+            self._stream,
+            counts,
+            server_credentials(options.cert_path) if options.secure_serving else None,
+            self.health if options.health_checking else None,
+        )
+        health = HealthServer(self.health)
+        health.start(f"{options.grpc_host}:{options.grpc_health_port}")
+        stack.callback(health.stop)
+        if options.metrics_port:
+            server, _ = start_http_server(options.metrics_port, registry=self.metrics.registry)
+            stack.callback(server.shutdown)
+            if options.metrics_endpoint_auth:
+                log.warning("metrics are open to all: their authentication needs Kubernetes")
+        if options.admin_port:
+            runner = await start_admin(admin_app(lambda: self.recorder.decisions), options.admin_port)
+            stack.push_async_callback(runner.cleanup)
+        await transport.start(f"{options.grpc_host}:{options.grpc_port}")
+        return transport
+
+    async def _upkeep(self) -> None:
+        """Age facts, let indexes follow the engines' counters, renew gauges."""
+        plugins_at = gauges_at = 0.0
+        gauges_every_s = self.options.refresh_prometheus_metrics_interval
+        while True:
+            now = time.monotonic()
+            self.store.refresh(now, self.scraper.interval_s(now))
+            if now >= plugins_at:
+                plugins_at = now + _PLUGINS_S
+                for plugin in self.assembly.refreshed:
+                    plugin.refresh(now)
+            if now >= gauges_at:
+                gauges_at = now + gauges_every_s
+                self._renew_gauges()
+            await asyncio.sleep(min(_UPKEEP_S, gauges_every_s))
+
+    def _renew_gauges(self) -> None:
+        self.metrics.pool(self.store.view, self.ledger.load, self.budget.used)
+        self.metrics.scrapes_failed(self.scraper.errors)
+        for name, producer in self.assembly.producers:
+            if isinstance(producer, ApproximatePrefixProducer):
+                self.metrics.indexer_size(name, producer.size)
+
+    async def _drain(self, transport: GrpcioTransport, stop: "asyncio.Queue[signal.Signals]") -> None:
+        """Health says no first; new requests are served while the proxy takes notice; then the last end.
+
+        A second signal ends at once.
+        """
+        self.health.draining()
+        log.info("draining", extra={"in_flight": self.director.in_flight})
+        again = asyncio.create_task(stop.get())
+        await asyncio.wait([again], timeout=self.options.drain_timeout)
+        ended = asyncio.create_task(transport.stop(None))
+        await asyncio.wait([again, ended], return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            await transport.stop(0)
+        again.cancel()
+        log.info("ended", extra={"in_flight": self.director.in_flight})
+
+
+def _signals() -> "asyncio.Queue[signal.Signals]":
+    """SIGTERM and SIGINT as they come."""
+    came: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for each in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(each, came.put_nowait, each)
+    return came
+
+
+def serve(options: Options) -> None:
+    """Run the picker until it is told to stop. See `App.run` for errors."""
+    loaded = read_config(options)
+    app = App.assemble(options, loaded)
+    gc.collect()
+    gc.freeze()  # what was built at the start lives to the end; the collector need not look at it again
+    uvloop.run(app.run())

@@ -1,0 +1,53 @@
+"""Log lines: JSON objects in an image, one readable line on a terminal. Prompt text is never logged."""
+
+import logging
+import sys
+import time
+
+import msgspec
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def _extra(record: logging.LogRecord) -> dict[str, object]:
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+
+
+class JsonLines(logging.Formatter):
+    """`{"level","ts","logger","msg",...}`, the shape of the field's pickers."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "level": record.levelname.lower(),
+            "ts": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "logger": record.name,
+            "msg": record.getMessage(),
+            **_extra(record),
+        }
+        if record.exc_info:
+            line["stacktrace"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+class Console(logging.Formatter):
+    """`12:34:56 INFO message key=value ...`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        extra = "".join(f" {key}={value}" for key, value in _extra(record).items())
+        line = f"{clock} {record.levelname:<7} {record.getMessage()}{extra}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def set_up(encoder: str, verbosity: int) -> None:
+    """Log to stderr. Verbosity as of the field: 2 = what an operator must see, 3 = each request, 4 = all."""
+    if encoder not in ("", "json", "console"):
+        raise ValueError(f"--zap-encoder {encoder!r}: write json or console")
+    as_json = encoder == "json" or (not encoder and not sys.stderr.isatty())
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if as_json else Console())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("epp").setLevel(logging.DEBUG if verbosity >= 3 else logging.INFO)

@@ -1,0 +1,83 @@
+"""Command-line options of `warmroute serve`: one struct, from which the flags are generated.
+
+Names and defaults are those of the Go picker, so that an image can be swapped under existing charts.
+"""
+
+import re
+from typing import Annotated
+
+import msgspec
+
+from epp import names
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def Flag(text: str) -> msgspec.Meta:
+    """Help text of one flag."""
+    return msgspec.Meta(description=text)
+
+
+class Duration(float):
+    """Seconds; written in the Go form (`200ms`, `1m30s`)."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Duration":
+        """Raises ValueError naming the accepted form."""
+        if text == "0":
+            return cls(0.0)
+        parts = _DURATION.findall(text)
+        if not parts or "".join(number + unit for number, unit in parts) != text:
+            raise ValueError(
+                f"{text!r} is not a duration; write a number with a unit, such as 200ms, 5s or 1m30s"
+            )
+        return cls(sum(float(number) * _SECONDS[unit] for number, unit in parts))
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What `warmroute serve` runs with."""
+
+    config_file: Annotated[str, Flag("Path of the EndpointPickerConfig file.")] = ""
+    config_text: Annotated[str, Flag("The EndpointPickerConfig itself, in place of a file.")] = ""
+    endpoint: Annotated[
+        tuple[str, ...],
+        Flag("An endpoint, host:port or name=host:port; may be repeated. Instead of file-discovery."),
+    ] = ()
+    pool_name: Annotated[str, Flag("Name of the InferencePool; label of the pool's metrics.")] = ""
+    pool_namespace: Annotated[str, Flag("Namespace of the InferencePool.")] = ""
+    pool_group: Annotated[str, Flag("API group of the InferencePool.")] = "inference.networking.k8s.io"
+    grpc_host: Annotated[str, Flag("Address the gRPC ports listen on.")] = "0.0.0.0"
+    grpc_port: Annotated[int, Flag("Port of the ext-proc service.")] = names.GRPC_PORT
+    grpc_health_port: Annotated[int, Flag("Port of the gRPC health service.")] = names.GRPC_HEALTH_PORT
+    metrics_port: Annotated[int, Flag("Port of /metrics; 0 turns it off.")] = names.METRICS_PORT
+    admin_port: Annotated[int, Flag("Loopback port of the admin pages (decisions); 0 turns it off.")] = 9091
+    metrics_endpoint_auth: Annotated[
+        bool, Flag("Ask Kubernetes who may read /metrics. Has no effect without a cluster.")
+    ] = True
+    health_checking: Annotated[bool, Flag("Also serve gRPC health on the ext-proc port.")] = False
+    secure_serving: Annotated[bool, Flag("Serve ext-proc over TLS.")] = True
+    cert_path: Annotated[
+        str, Flag("Folder with tls.crt and tls.key; empty: a self-signed certificate is made.")
+    ] = ""
+    refresh_metrics_interval: Annotated[
+        Duration, Flag("How often each engine's metrics are read while there is traffic; at least 50ms.")
+    ] = Duration(0.2)
+    refresh_prometheus_metrics_interval: Annotated[
+        Duration, Flag("How often the pool's own gauges are renewed.")
+    ] = Duration(5.0)
+    metrics_staleness_threshold: Annotated[
+        Duration, Flag("Age at which an engine's metrics are no longer trusted.")
+    ] = Duration(2.0)
+    drain_timeout: Annotated[
+        Duration, Flag("How long new requests are still served after SIGTERM, while health says NOT_SERVING.")
+    ] = Duration(30.0)
+    disable_endpoint_subset_filter: Annotated[bool, Flag("Ignore the gateway's subset hint.")] = False
+    max_request_body_bytes: Annotated[int, Flag("Largest request body; more is answered 413.")] = 32 << 20
+    max_held_bytes: Annotated[int, Flag("Request bytes held in the process; more is answered 429.")] = 1 << 30
+    tracing: Annotated[bool, Flag("Accepted for compatibility; spans are not emitted yet.")] = False
+    zap_encoder: Annotated[
+        str, Flag("Log format: json or console; empty: console on a terminal, else json.")
+    ] = ""
+    v: Annotated[int, Flag("Log verbosity; from 3 on, one line a request.")] = 2
+    seed: Annotated[int, Flag("Seed of the draws that break ties; -1: from the system.")] = -1

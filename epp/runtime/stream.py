@@ -1,0 +1,114 @@
+"""One ext-proc stream between a transport and the exchange. The seam that every transport drives.
+
+A transport calls `received` for each message and `closed` when the stream is over, and finds what there is to
+write in `outbox`. Everything runs on the event loop's thread, so the single queue of events here is the one
+inbox of the stream.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from epp.director import Edits
+from epp.errors import ProtocolError
+from epp.extproc.codec import decode, encode
+from epp.extproc.exchange import Exchange
+from epp.extproc.records import (
+    Closed,
+    Edited,
+    Event,
+    Finish,
+    Observe,
+    Refused,
+    Route,
+    Routed,
+    Send,
+)
+from epp.payload.records import RawRequest
+from epp.scheduling.records import AnswerFact, AnswerHeaders, TicketId
+
+Deliver = Callable[[Routed | Refused], None]
+
+
+class Routes(Protocol):
+    """What a stream asks of the router."""
+
+    def route(self, raw: RawRequest, deliver: Deliver) -> Routed | Refused | None:
+        """The outcome at once, or None when `deliver` will be called with it later."""
+        ...
+
+    def observe(self, ticket: TicketId, fact: AnswerFact) -> Edits: ...
+
+
+class Stream:
+    """Performs the exchange's effects.
+
+    Attributes:
+        outbox: messages for the proxy, in order; the transport empties it.
+        finished: the exchange is over; when the outbox is empty, the transport ends the stream.
+    """
+
+    __slots__ = ("_clock", "_exchange", "_inbox", "_routes", "_running", "_wake", "finished", "outbox")
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        routes: Routes,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+    ) -> None:
+        """`wake` is called when a late routing result filled the outbox outside of `received`."""
+        self._exchange = exchange
+        self._routes = routes
+        self._clock = clock
+        self._wake = wake
+        self.outbox: deque[bytes] = deque()
+        self._inbox: deque[Event] = deque()
+        self._running = False
+        self.finished = False
+
+    def received(self, message: bytes) -> None:
+        """One message from the proxy.
+
+        Raises:
+            ProtocolError: it is not legal now. The caller ends the stream and calls `closed`.
+        """
+        self._take(decode(message, self._clock()))
+
+    def closed(self, *, error: bool = False) -> None:
+        """The proxy's side is over, however it ended."""
+        self._take(Closed(self._clock(), error))
+
+    def _deliver(self, outcome: Routed | Refused) -> None:
+        self._take(outcome)
+        self._wake()
+
+    def _take(self, event: Event) -> None:
+        self._inbox.append(event)
+        if self._running:  # an effect of ours led back here; the loop below goes on with it
+            return
+        self._running = True
+        try:
+            while self._inbox:
+                self._perform(self._inbox.popleft())
+        except ProtocolError:
+            self._inbox.clear()
+            raise
+        finally:
+            self._running = False
+
+    def _perform(self, event: Event) -> None:
+        for effect in self._exchange.receive(event):
+            match effect:
+                case Send(reply):
+                    self.outbox.append(encode(reply))
+                case Observe(ticket, fact):
+                    edits = self._routes.observe(ticket, fact)
+                    if isinstance(fact, AnswerHeaders):
+                        self._inbox.append(Edited(event.at, edits))
+                case Route(raw):
+                    outcome = self._routes.route(raw, self._deliver)
+                    if outcome is not None:
+                        self._inbox.append(outcome)
+                case Finish():
+                    self.finished = True

@@ -1,0 +1,244 @@
+"""The store under random members, scrapes and requests, against a simple model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from epp.pool import store as store_module
+from epp.pool.metrics_page import EngineSample
+from epp.pool.records import Endpoint
+from epp.pool.store import PoolStore
+
+STALENESS_S = 2.0
+INTERVAL_S = 0.2
+Step = tuple[str, int, int]
+
+actions = st.sampled_from(
+    ["sync", "sampled", "failed", "failed", "refused", "answering", "charge", "charge", "end", "tick"]
+)
+step = st.tuples(actions, st.integers(0, 2**12), st.integers(0, 200))
+# Short stories shrink well, long ones reach deep.
+steps = st.lists(step, max_size=10) | st.lists(step, min_size=20, max_size=60)
+
+
+def endpoint(number: int, label: str = "a") -> Endpoint:
+    """Pod number // 2 at one of its two addresses."""
+    pod = number // 2
+    return Endpoint(
+        f"pod-{pod}", f"name-{pod}", "default", f"10.0.{number % 2}.{pod}", 8000, {"label": label}
+    )
+
+
+@dataclass
+class Life:
+    """One endpoint from joining to leaving, as the model knows it."""
+
+    endpoint: Endpoint
+    slot: int
+    waiting: float = 0.0
+    scraped_at: float | None = None
+    failures: int = 0
+    refused: bool = False
+    answered_at: float = -1e9
+
+
+@dataclass
+class Witness:
+    """A member that keeps state by slot: it must be told `left` between two owners."""
+
+    busy: Callable[[int], bool]
+    owned: set[int] = field(default_factory=set)
+
+    def joined(self, slot: int) -> None:
+        assert slot not in self.owned, "a slot changed hands before its state was forgotten"
+        assert not self.busy(slot), "requests of the last owner are charged to the next"
+        self.owned.add(slot)
+
+    def left(self, slot: int) -> None:
+        assert not self.busy(slot), "forgotten while answers still come"
+        self.owned.remove(slot)
+
+
+class Model:
+    def __init__(self, make: Callable[..., PoolStore]) -> None:
+        self.flying: list[int] = []
+        self.witness = Witness(self.busy)
+        self.store = make(staleness_s=STALENESS_S, members=[self.witness], busy=self.busy)
+        self.lives: dict[str, Life] = {}
+        self.now = 100.0
+        self.drained = True
+
+    def busy(self, slot: int) -> bool:
+        return slot in self.flying
+
+    def play(self, action: str, which: int, amount: int) -> None:
+        if action == "sync":
+            self.sync([endpoint(n, "ab"[amount % 2]) for n in range(12) if which >> n & 1])
+        elif action == "tick":
+            self.now += amount / 20
+            self.store.refresh(self.now, INTERVAL_S)
+        elif action == "end":
+            if self.flying:
+                self.flying.pop(which % len(self.flying))
+        elif self.lives:
+            self.hear(action, list(self.lives.values())[which % len(self.lives)], amount)
+        self.compare(freed=action in ("sync", "tick"))
+
+    def hear(self, action: str, life: Life, amount: int) -> None:
+        if action == "charge":
+            self.flying.append(life.slot)
+        elif action == "answering":
+            life.answered_at = self.now
+            self.store.answering(life.slot, self.now)
+        elif action == "sampled":
+            life.failures, life.refused = 0, False
+            life.waiting, life.scraped_at = float(amount), self.now
+            self.store.sampled(life.slot, EngineSample(waiting=float(amount)), self.now)
+        else:
+            life.refused = action == "refused"
+            for _ in range(1 + amount % 3):
+                life.failures += 1
+                self.store.failed(life.slot, refused=life.refused, now=self.now)
+
+    def sync(self, endpoints: list[Endpoint]) -> None:
+        wanted = {one.uid: one for one in endpoints}
+        change = self.store.sync(endpoints, self.now)
+        before, self.lives = self.lives, {}
+        slots = {one.uid: slot for slot, one in self.store.roster}
+        assert slots.keys() == wanted.keys()
+        for uid, one in wanted.items():
+            life = before.get(uid)
+            if life is None or life.endpoint.host_port != one.host_port:
+                assert one in change.joined
+                assert life is None or life.endpoint in change.left
+                life = Life(one, slots[uid])
+            else:
+                assert (one in change.relabelled) == (one != life.endpoint)
+            life.endpoint = one
+            assert slots[uid] == life.slot
+            self.lives[uid] = life
+
+    def compare(self, freed: bool) -> None:
+        view, lives = self.store.view, list(self.lives.values())
+        assert {life.slot: life.endpoint for life in lives} == dict(self.store.roster)
+        kept = {life.slot for life in lives} | set(self.flying)
+        assert self.witness.owned >= kept
+        if freed:
+            assert self.witness.owned == kept
+        assert {slot for slot, owner in enumerate(view.endpoints) if owner} == self.witness.owned
+        for life in lives:
+            assert view.endpoints[life.slot] == life.endpoint
+            assert view.host_ports[life.slot] == life.endpoint.host_port
+            assert self.store.slot_of(life.endpoint.host_port) == life.slot
+            assert view.waiting[life.slot] == life.waiting
+            assert view.present[life.slot] == (life.scraped_at is not None)
+            if freed:
+                old = life.scraped_at is not None and self.now - life.scraped_at > STALENESS_S
+                assert view.stale[life.slot] == old
+        self.compare_candidates(lives)
+        free = [slot for slot in range(view.capacity) if slot not in self.witness.owned]
+        for column in (
+            view.identity,
+            view.present,
+            view.stale,
+            view.waiting,
+            view.scraped_at,
+            view.candidates,
+        ):
+            assert not column[free].any()
+
+    def compare_candidates(self, lives: list[Life]) -> None:
+        fit = {
+            life.slot
+            for life in lives
+            if not life.refused and (life.failures < 3 or self.now - life.answered_at <= 5.0)
+        }
+        expected = fit or {life.slot for life in lives}
+        assert set(np.flatnonzero(self.store.view.candidates).tolist()) == expected
+
+
+def follow(make: Callable[..., PoolStore], story: list[Step]) -> None:
+    model = Model(make)
+    for step in story:
+        model.play(*step)
+    model.sync([])
+    model.flying.clear()
+    model.store.refresh(model.now, INTERVAL_S)
+    model.compare(freed=True)
+    assert model.witness.owned == set()
+    assert not model.store.view.by_host_port
+
+
+@given(steps)
+def test_store_follows_the_model(story: list[Step]) -> None:
+    follow(PoolStore, story)
+
+
+class ReusesBusySlots(PoolStore):
+    def _free_drained(self) -> bool:
+        self._busy = lambda slot: False
+        return super()._free_drained()
+
+
+class TellsNobodyWhoLeft(PoolStore):
+    def _free_drained(self) -> bool:
+        members, self._members = self._members, []
+        freed = super()._free_drained()
+        self._members = members
+        return freed
+
+
+class LeavesFactsBehind(PoolStore):
+    def _blank(self, slot: int) -> None:
+        pass
+
+
+class LetsAllLeave(PoolStore):
+    def _choose(self, now: float) -> None:
+        silent = now - self._answered_at > 5.0
+        gone = self._refused | ((self._failures >= 3) & silent)
+        np.greater(self._listed, gone, out=self.view.candidates)
+
+
+class NeverForgives(PoolStore):
+    def sampled(self, slot: int, sample: EngineSample, now: float) -> None:
+        failures = self._failures[slot]
+        super().sampled(slot, sample, now)
+        self._failures[slot] = failures
+
+
+class KeepsTheSlotAtANewAddress(PoolStore):
+    def sync(self, endpoints: list[Endpoint], now: float) -> store_module.Change:  # type: ignore[override]
+        known = {one.uid: one for _, one in self.roster}
+        return super().sync([known.get(one.uid, one) for one in endpoints], now)
+
+
+class DoesNotSeeAnswers(PoolStore):
+    def answering(self, slot: int, now: float) -> None:
+        pass
+
+
+FAULTS = [
+    ReusesBusySlots,
+    TellsNobodyWhoLeft,
+    LeavesFactsBehind,
+    LetsAllLeave,
+    NeverForgives,
+    KeepsTheSlotAtANewAddress,
+    DoesNotSeeAnswers,
+]
+
+
+@pytest.mark.parametrize("faulty", FAULTS)
+def test_a_faulty_store_is_caught(faulty: Callable[..., PoolStore]) -> None:
+    @settings(phases=[Phase.generate], max_examples=500, derandomize=True, database=None)
+    @given(steps)
+    def search(story: list[Step]) -> None:
+        follow(faulty, story)
+
+    with pytest.raises((AssertionError, KeyError)):
+        search()

@@ -1,0 +1,310 @@
+"""The director: what it charges, refuses and gives back, with real pool, ledger and scheduling."""
+
+import gzip
+from random import Random
+
+import msgspec
+import numpy as np
+import pytest
+
+from epp.director import Director, Plugins, Prepared, Refusal
+from epp.errors import BadRequest, NoEndpoints, PayloadTooLarge
+from epp.payload.records import Api, RawRequest, Usage
+from epp.pool.ledger import InflightLedger
+from epp.pool.records import Endpoint
+from epp.pool.store import PoolStore
+from epp.scheduling.pickers import MaxScorePicker, MaxScorePickerParams
+from epp.scheduling.ports import Ctx
+from epp.scheduling.profiles import PickerStep, Profile, ScorerStep, SingleProfileHandler
+from epp.scheduling.records import (
+    PREFIX_MATCH,
+    AnswerFact,
+    AnswerHeaders,
+    Cause,
+    Ended,
+    FactKey,
+    FirstToken,
+    Leg,
+    Placement,
+    PrefixMatch,
+    Progress,
+    Ticket,
+    TicketId,
+)
+from epp.scheduling.scorers import QueueScorer
+
+KEY = FactKey(PREFIX_MATCH, "known")
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.load_seen = -1
+        self.failed: list[object] = []
+        self.elsewhere: list[str] = []
+        self.facts: list[AnswerFact] = []
+        self.placements = 0
+
+    def chosen(self, prepared: Prepared, legs: tuple[Leg, ...], ctx: Ctx) -> None:
+        self.load_seen = int(ctx.load.requests.sum())
+
+    def placed(self, prepared: Prepared, ticket: Ticket) -> None:
+        self.placements += 1
+
+    def plugin_failed(self, plugin: object, error: Exception) -> None:
+        self.failed.append(plugin)
+
+    def served_elsewhere(self, ticket: Ticket, served: str) -> None:
+        self.elsewhere.append(served)
+
+    def observed(self, prepared: Prepared, ticket: Ticket, fact: AnswerFact, now: float) -> None:
+        self.facts.append(fact)
+
+
+class KnownPrefix:
+    """A producer that says what it was told."""
+
+    provides = (KEY,)
+    needs = ()
+
+    def __init__(self, blocks: dict[int, int]) -> None:
+        self.blocks = blocks
+
+    def produce(self, ctx: Ctx) -> None:
+        held = np.zeros(ctx.view.capacity, np.int64)
+        for slot, blocks in self.blocks.items():
+            held[slot] = blocks
+        ctx.facts[KEY] = PrefixMatch(held, 10, 64, ctx.request.prompt_tokens)
+
+
+class Broken:
+    provides = ()
+    needs = ()
+
+    def produce(self, ctx: Ctx) -> None:
+        raise RuntimeError("planted")
+
+    def placed(self, ctx: Ctx, ticket: Ticket) -> None:
+        raise RuntimeError("planted")
+
+    def observe(self, ticket: Ticket, fact: AnswerFact, now: float) -> None:
+        raise RuntimeError("planted")
+
+
+class Bench:
+    def __init__(
+        self, endpoints: int = 2, plugins: Plugins | None = None, *, use_subset: bool = True
+    ) -> None:
+        self.ledger = InflightLedger(16, strict=True)
+        self.store = PoolStore(busy=self.ledger.busy)
+        self.store.sync(
+            [Endpoint(f"uid-{i}", f"pod-{i}", "default", f"10.0.0.{i + 1}", 8000) for i in range(endpoints)],
+            0.0,
+        )
+        self.recorder = Recorder()
+        profile = Profile(
+            "default",
+            (),
+            (ScorerStep("queue-scorer", "queue-scorer", 1.0, QueueScorer()),),
+            PickerStep("max-score-picker", "max-score-picker", MaxScorePicker(MaxScorePickerParams())),
+        )
+        handler = SingleProfileHandler(profile)
+        plugins = plugins or Plugins(handler)
+        self.director = Director(
+            self.store,
+            self.ledger,
+            Plugins(handler, plugins.producers, plugins.placed, plugins.answered),
+            self.recorder,
+            Random(1),
+            max_body_bytes=1000,
+            use_subset=use_subset,
+        )
+
+    def raw(self, body: bytes, path: str = "/v1/completions", **headers: str) -> RawRequest:
+        pairs = tuple((key.replace("_", "-"), value) for key, value in headers.items())
+        return RawRequest("id-1", "POST", path, pairs, body)
+
+    def place(self, **changes: object) -> Placement:
+        raw = self.raw(b'{"model":"m","prompt":"' + b"x" * 400 + b'"}')
+        prepared = self.director.prepare(raw, 1.0)
+        outcome = self.director.submit(_with(prepared, changes), 1.0)
+        assert isinstance(outcome, Placement)
+        return outcome
+
+
+def _with(prepared: Prepared, changes: dict[str, object]) -> Prepared:
+    return msgspec.structs.replace(prepared, **changes)
+
+
+def handler_only() -> Plugins:
+    return Plugins(handler=None)  # type: ignore[arg-type]
+
+
+def test_a_request_is_charged_until_first_token_and_end() -> None:
+    bench = Bench()
+    placement = bench.place()
+    slot = placement.serving.decision.slots[0]
+    load = bench.ledger.load
+    assert (load.requests[slot], load.prefill_tokens[slot]) == (1, 100)
+    assert bench.recorder.load_seen == 0, "the choice is explained by the load it saw"
+    bench.director.observe(placement.ticket, AnswerHeaders(200, None, True), 2.0)
+    bench.director.observe(placement.ticket, FirstToken(), 2.0)
+    assert (load.requests[slot], load.prefill_tokens[slot]) == (1, 0)
+    bench.director.observe(placement.ticket, Progress(3, 300), 3.0)
+    bench.director.observe(placement.ticket, Ended(Cause.NATURAL, Usage(100, 5), 5, 500), 4.0)
+    assert (bench.ledger.total_requests, bench.ledger.total_prefill_tokens, bench.director.in_flight) == (
+        0,
+        0,
+        0,
+    )
+
+
+def test_an_end_before_the_first_token_gives_everything_back() -> None:
+    bench = Bench()
+    placement = bench.place()
+    bench.director.observe(placement.ticket, Ended(Cause.CLIENT_DISCONNECT, None, 0, 0), 2.0)
+    assert (bench.ledger.total_requests, bench.ledger.total_prefill_tokens) == (0, 0)
+
+
+def test_facts_after_the_end_are_dropped() -> None:
+    bench = Bench()
+    placement = bench.place()
+    end = Ended(Cause.NATURAL, None, 0, 0)
+    bench.director.observe(placement.ticket, end, 2.0)
+    bench.director.observe(placement.ticket, end, 3.0)
+    bench.director.observe(TicketId(999), FirstToken(), 3.0)
+    assert bench.ledger.total_requests == 0
+    assert bench.recorder.facts == [end]
+
+
+def test_only_uncached_prompt_tokens_are_charged() -> None:
+    plugins = Plugins(handler=handler_only().handler, producers=(KnownPrefix({0: 1, 1: 1}),))
+    bench = Bench(2, plugins)
+    placement = bench.place()
+    slot = placement.serving.decision.slots[0]
+    assert bench.ledger.load.prefill_tokens[slot] == 100 - 64
+
+
+def test_the_served_endpoint_takes_over_the_charge() -> None:
+    bench = Bench()
+    placement = bench.place()
+    chosen = placement.serving.decision.slots[0]
+    other = 1 - chosen
+    served = bench.store.view.host_ports[other]
+    bench.director.observe(placement.ticket, AnswerHeaders(200, served, False), 2.0)
+    assert list(bench.ledger.load.requests[[chosen, other]]) == [0, 1]
+    bench.director.observe(placement.ticket, Ended(Cause.NATURAL, None, 1, 1), 3.0)
+    assert bench.ledger.total_requests == 0
+
+
+def test_an_answer_from_outside_the_pool_is_reported_and_still_released() -> None:
+    bench = Bench()
+    placement = bench.place()
+    bench.director.observe(placement.ticket, AnswerHeaders(200, "192.0.2.1:80", False), 2.0)
+    assert bench.recorder.elsewhere == ["192.0.2.1:80"]
+    bench.director.observe(placement.ticket, Ended(Cause.NATURAL, None, 1, 1), 3.0)
+    assert bench.ledger.total_requests == 0
+
+
+def test_a_failing_plugin_costs_its_facts_never_the_request() -> None:
+    broken = Broken()
+    plugins = Plugins(handler_only().handler, (broken,), (broken,), (broken,))
+    bench = Bench(2, plugins)
+    placement = bench.place()
+    bench.director.observe(placement.ticket, Ended(Cause.NATURAL, None, 0, 0), 2.0)
+    assert bench.ledger.total_requests == 0
+    assert bench.recorder.failed == [broken] * 3
+    assert bench.recorder.placements == 1
+
+
+@pytest.mark.parametrize(
+    ("subset", "expected"),
+    [
+        (("10.0.0.2:8000",), {1}),
+        (("10.0.0.1:8000", "10.0.0.2:8000"), {0, 1}),
+        (("10.0.0.2:8000", "nonsense"), {1}),
+        (None, {0, 1}),
+    ],
+)
+def test_the_subset_hint_restricts_the_choice(subset: tuple[str, ...] | None, expected: set[int]) -> None:
+    bench = Bench()
+    chosen = {bench.place(subset=subset).serving.decision.slots[0] for _ in range(40)}
+    assert chosen == expected
+
+
+@pytest.mark.parametrize("subset", [(), ("10.0.0.9:8000",), ("10.0.0.1:9999",), ("10.0.0.1",)])
+def test_a_subset_nobody_matches_is_refused_with_503(subset: tuple[str, ...]) -> None:
+    bench = Bench()
+    prepared = bench.director.prepare(bench.raw(b'{"model":"m","prompt":"x"}'), 1.0)
+    outcome = bench.director.submit(_with(prepared, {"subset": subset}), 1.0)
+    assert isinstance(outcome, Refusal)
+    assert isinstance(outcome.error, NoEndpoints)
+    assert bench.ledger.total_requests == bench.director.in_flight == 0
+
+
+def test_the_subset_filter_can_be_turned_off() -> None:
+    bench = Bench(use_subset=False)
+    raw = RawRequest("id", "GET", "/v1/models", (), b"", subset=())
+    assert isinstance(bench.director.submit(bench.director.prepare(raw, 1.0), 1.0), Placement)
+
+
+def test_an_empty_pool_is_refused_with_503_also_without_a_body() -> None:
+    bench = Bench(0)
+    raw = RawRequest("id", "GET", "/v1/models", (), b"")
+    outcome = bench.director.submit(bench.director.prepare(raw, 1.0), 1.0)
+    assert isinstance(outcome, Refusal)
+    assert (outcome.error.status, outcome.error.reason) == (503, "rejected-no-endpoints")
+
+
+def test_the_rewrite_header_changes_the_model_and_nothing_else() -> None:
+    bench = Bench()
+    raw = bench.raw(b'{ "model" : "alias",  "prompt":"x" }', x_llm_d_model_name_rewrite="target")
+    prepared = bench.director.prepare(raw, 1.0)
+    assert prepared.body == b'{ "model" : "target",  "prompt":"x" }'
+    assert (prepared.request.model, prepared.request.target_model) == ("alias", "target")
+
+
+def test_the_new_rewrite_header_beats_its_old_alias() -> None:
+    bench = Bench()
+    body = b'{"model":"alias","prompt":"x"}'
+    headers = {"x_gateway_model_name_rewrite": "old", "x_llm_d_model_name_rewrite": "new"}
+    assert bench.director.prepare(bench.raw(body, **headers), 1.0).request.target_model == "new"
+    old = {"x_gateway_model_name_rewrite": "old"}
+    assert bench.director.prepare(bench.raw(body, **old), 1.0).request.target_model == "old"
+
+
+def test_without_a_rewrite_the_body_is_untouched() -> None:
+    bench = Bench()
+    prepared = bench.director.prepare(bench.raw(b'{"model":"m","prompt":"x"}'), 1.0)
+    assert prepared.body is None
+    assert prepared.request.target_model == "m"
+
+
+def test_a_missing_model_is_named_unless_the_header_gives_one() -> None:
+    bench = Bench()
+    with pytest.raises(BadRequest, match="model not found in request body"):
+        bench.director.prepare(bench.raw(b'{"prompt":"x"}'), 1.0)
+    prepared = bench.director.prepare(bench.raw(b'{"prompt":"x"}', x_llm_d_model_name_rewrite="t"), 1.0)
+    assert prepared.body is not None
+    assert b'"model":"t"' in prepared.body
+
+
+def test_other_paths_pass_through_and_are_routed_by_load() -> None:
+    bench = Bench()
+    prepared = bench.director.prepare(bench.raw(b"\x00\xff", path="/upload"), 1.0)
+    assert (prepared.request.api, prepared.request.prompts, prepared.body) == (Api.PASSTHROUGH, (), None)
+    assert isinstance(bench.director.submit(prepared, 1.0), Placement)
+
+
+def test_the_inflated_size_is_bounded() -> None:
+    bench = Bench()
+    body = gzip.compress(b'{"model":"m","prompt":"' + b"x" * 5000 + b'"}')
+    assert len(body) < 1000
+    with pytest.raises(PayloadTooLarge):
+        bench.director.prepare(bench.raw(body, content_encoding="gzip"), 1.0)
+
+
+def test_the_flow_comes_from_the_fairness_header() -> None:
+    bench = Bench()
+    body = b'{"model":"m","prompt":"x"}'
+    assert bench.director.prepare(bench.raw(body), 1.0).flow == "default-flow"
+    assert bench.director.prepare(bench.raw(body, x_llm_d_inference_fairness_id="t1"), 1.0).flow == "t1"

@@ -1,0 +1,184 @@
+"""Rules of the store that are easier said with one example than with a model."""
+
+import numpy as np
+import pytest
+
+from epp.pool.metrics_page import EngineSample
+from epp.pool.records import Endpoint
+from epp.pool.store import PoolStore
+
+FULL = EngineSample(
+    waiting=3.0,
+    running=2.0,
+    kv_usage=0.5,
+    block_size=16,
+    cache_tokens=1600,
+    hit_tokens=10.0,
+    query_tokens=20.0,
+)
+
+
+def endpoint(number: int, **changes: object) -> Endpoint:
+    fields = {
+        "uid": f"uid-{number}",
+        "name": f"vllm-{number}",
+        "namespace": "default",
+        "address": f"10.0.{number // 256}.{number % 256}",
+        "port": 8000,
+        "labels": {},
+    }
+    return Endpoint(**(fields | changes))  # type: ignore[arg-type]
+
+
+class Diary:
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, int]] = []
+
+    def joined(self, slot: int) -> None:
+        self.lines.append(("joined", slot))
+
+    def left(self, slot: int) -> None:
+        self.lines.append(("left", slot))
+
+
+def test_the_pool_grows_and_keeps_what_is_known() -> None:
+    store = PoolStore()
+    store.sync([endpoint(0)], 0.0)
+    store.sampled(0, FULL, 0.0)
+    store.sync([endpoint(n) for n in range(300)], 0.0)
+    view = store.view
+    assert view.capacity >= 300
+    for column in (view.candidates, view.present, view.waiting, view.hit_tokens, view.identity, view.stale):
+        assert len(column) == view.capacity
+    assert len(view.endpoints) == len(view.host_ports) == view.capacity
+    assert view.candidates.sum() == 300
+    assert (view.waiting[0], view.cache_tokens[0], view.hit_tokens[0]) == (3.0, 1600, 10.0)
+    assert np.isnan(view.hit_tokens[1:]).all()
+    assert len(set(view.identity[:300].tolist())) == 300
+
+
+def test_a_new_label_or_name_keeps_slot_and_facts() -> None:
+    diary = Diary()
+    store = PoolStore(members=[diary])
+    store.sync([endpoint(0), endpoint(1)], 0.0)
+    store.sampled(1, FULL, 0.0)
+    epoch = store.view.epoch
+    renamed = endpoint(1, name="other", labels={"llm-d.ai/role": "prefill"})
+    change = store.sync([endpoint(0), renamed], 1.0)
+    assert (change.joined, change.left, change.relabelled) == ((), (), (renamed,))
+    assert store.view.endpoints[1] == renamed
+    assert store.view.waiting[1] == 3.0
+    assert store.view.epoch > epoch
+    assert diary.lines == [("joined", 0), ("joined", 1)]
+
+
+def test_nothing_new_changes_nothing() -> None:
+    store = PoolStore()
+    assert store.sync([endpoint(0)], 0.0)
+    roster, epoch = store.roster, store.view.epoch
+    assert not store.sync([endpoint(0)], 1.0)
+    assert store.roster is roster
+    assert store.view.epoch == epoch
+
+
+def test_an_inherited_address_starts_clean() -> None:
+    flying = {0}
+    store = PoolStore(busy=flying.__contains__)
+    store.sync([endpoint(0)], 0.0)
+    store.sampled(0, FULL, 0.0)
+    store.sync([endpoint(1, address="10.0.0.0")], 0.0)
+    assert store.slot_of("10.0.0.0:8000") == 1
+    assert not store.view.present[1]
+    assert np.flatnonzero(store.view.candidates).tolist() == [1]
+    flying.clear()
+    store.refresh(1.0, 0.2)
+    assert store.view.endpoints[0] is None
+    assert store.slot_of("10.0.0.0:8000") == 1
+
+
+def test_a_removed_endpoint_is_known_until_its_last_answer() -> None:
+    flying, diary = {0}, Diary()
+    store = PoolStore(members=[diary], busy=flying.__contains__)
+    store.sync([endpoint(0), endpoint(1)], 0.0)
+    store.sync([endpoint(1)], 0.0)
+    assert store.slot_of("10.0.0.0:8000") == 0
+    assert not store.view.candidates[0]
+    store.sampled(0, FULL, 0.0)
+    assert not store.view.present[0]
+    assert ("left", 0) not in diary.lines
+    store.sync([endpoint(0), endpoint(1)], 0.0)
+    assert store.slot_of("10.0.0.0:8000") == 2
+    flying.clear()
+    assert not store.sync([endpoint(0), endpoint(1)], 0.0)
+    assert store.view.endpoints[0] is None
+    assert diary.lines == [("joined", 0), ("joined", 1), ("joined", 2), ("left", 0)]
+
+
+def test_identity_belongs_to_the_endpoint_not_to_its_slot() -> None:
+    first, second = PoolStore(), PoolStore()
+    first.sync([endpoint(0), endpoint(1)], 0.0)
+    second.sync([endpoint(1), endpoint(0)], 0.0)
+    assert first.view.identity[:2].tolist() == second.view.identity[:2].tolist()[::-1]
+
+
+def test_a_late_member_hears_of_present_owners() -> None:
+    store, diary = PoolStore(), Diary()
+    store.sync([endpoint(0), endpoint(1)], 0.0)
+    store.add_member(diary)
+    assert diary.lines == [("joined", 0), ("joined", 1)]
+
+
+def test_what_a_sample_does_not_tell_keeps_its_value() -> None:
+    store = PoolStore()
+    store.sync([endpoint(0)], 0.0)
+    store.sampled(0, FULL, 0.0)
+    store.sampled(0, EngineSample(waiting=9.0), 5.0)
+    view = store.view
+    assert (view.waiting[0], view.running[0], view.kv_usage[0], view.block_size[0]) == (9.0, 2.0, 0.5, 16)
+    assert view.scraped_at[0] == 5.0
+
+
+def test_a_sample_without_load_proves_reachable_and_no_more() -> None:
+    store = PoolStore()
+    store.sync([endpoint(0), endpoint(1)], 0.0)
+    store.failed(0, refused=True, now=0.0)
+    assert not store.view.candidates[0]
+    store.sampled(0, EngineSample(), 1.0)
+    assert store.view.candidates[0]
+    assert not store.view.present[0]
+
+
+def test_three_failures_put_out_unless_an_answer_flows() -> None:
+    store = PoolStore()
+    store.sync([endpoint(0), endpoint(1)], 0.0)
+    store.answering(0, 10.0)
+    for _ in range(3):
+        assert store.view.candidates.sum() == 2
+        store.failed(0, refused=False, now=11.0)
+        store.failed(1, refused=False, now=11.0)
+    assert np.flatnonzero(store.view.candidates).tolist() == [0]
+    store.refresh(16.0, 0.2)
+    assert store.view.candidates.sum() == 2, "with both gone none is"
+    store.sampled(1, FULL, 16.0)
+    assert np.flatnonzero(store.view.candidates).tolist() == [1]
+
+
+def test_a_refusing_endpoint_is_out_at_once_though_an_answer_flows() -> None:
+    store = PoolStore()
+    store.sync([endpoint(0), endpoint(1)], 0.0)
+    store.answering(0, 1.0)
+    store.failed(0, refused=True, now=1.0)
+    assert np.flatnonzero(store.view.candidates).tolist() == [1]
+
+
+@pytest.mark.parametrize(("interval_s", "fresh_for_s"), [(0.2, 2.0), (1.0, 3.0), (5.0, 15.0)])
+def test_staleness_allows_three_intervals(interval_s: float, fresh_for_s: float) -> None:
+    store = PoolStore(staleness_s=2.0)
+    store.sync([endpoint(0), endpoint(1)], 0.0)
+    store.sampled(0, FULL, 100.0)
+    store.refresh(100.0 + fresh_for_s, interval_s)
+    assert not store.view.stale.any()
+    store.refresh(100.1 + fresh_for_s, interval_s)
+    assert np.flatnonzero(store.view.stale).tolist() == [0], "never scraped is not stale"
+    store.sampled(0, FULL, 200.0)
+    assert not store.view.stale.any()
