@@ -1,6 +1,7 @@
 """The lab's servers over real sockets: streams, caching, clients that leave, engines that die."""
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -27,9 +28,11 @@ CHAT = "/v1/chat/completions"
 @asynccontextmanager
 async def served(count: int = 2, spec: EngineSpec = SPEC, speedup: float = 50.0) -> AsyncIterator["Lab"]:
     fleet = await serve_engines([0] * count, Serving(spec, "lab", speedup))
-    async with aiohttp.ClientSession() as session:
-        yield Lab(fleet, session)
-    await fleet.stop()
+    try:
+        async with aiohttp.ClientSession() as session:
+            yield Lab(fleet, session)
+    finally:
+        await fleet.stop()
 
 
 class Lab:
@@ -78,7 +81,7 @@ def cached(answer: dict[str, Any]) -> int:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - the engine tells nobody
             await asyncio.sleep(0.005)
 
 
@@ -158,8 +161,8 @@ async def test_a_client_that_leaves_is_forgotten(stream: bool) -> None:
         engine = lab.fleet._servers[0].driver.engine
         body = json.dumps(chat("hello", max_tokens=4000, stream=stream)).encode()
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        writer.write(head.encode() + b"\r\n\r\n" + body)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         await until(lambda: engine.totals.generation_tokens > 2)
         assert engine.running == 1
         writer.close()
@@ -243,9 +246,11 @@ async def test_lag_shows_when_the_loop_was_held_up() -> None:
 
 async def test_a_long_body_is_taken() -> None:
     async with served(1) as lab:
-        answer = await lab.post(CHAT, chat("x" * 3_000_000))
-        assert answer["status"] == 400
-        assert "maximum context length" in answer["error"]["message"]
+        data = io.BytesIO(json.dumps(chat("x" * 3_000_000)).encode())
+        headers = {"Content-Type": "application/json"}
+        async with lab.session.post(lab.url(CHAT), data=data, headers=headers) as response:
+            assert response.status == 400
+            assert "maximum context length" in (await response.json())["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,11 @@ def test_usage_of_an_event_cut_in_two() -> None:
         b'data: {"usage":{"prompt_tokens":10,"completion_tokens":5}}\r\n\r\ndata: [DONE]\r\n\r\n',
         b'data: {"usage":{"prompt_tokens":10,"completion_tokens":5}}\r\rdata: [DONE]\r\r',
         b'event: chunk\nid: 7\ndata: {"usage":{"prompt_tokens":10,\ndata:"completion_tokens":5}}\n\n',
-        b'data:{"usage":{"prompt_tokens":9,"completion_tokens":5}}\n\n'
-        b'data:{"usage":{"prompt_tokens":10,"completion_tokens":5}}\n\ndata: {"usage":null}\n\n',
-        b'data: {"usage":{"prompt_tokens":10,"completion_tokens":5},"metrics":{"usage":{"prompt_tokens":1}}}\n\n',
+        (
+            b'data:{"usage":{"prompt_tokens":9,"completion_tokens":5}}\n\n'
+            b'data:{"usage":{"prompt_tokens":10,"completion_tokens":5}}\n\ndata: {"usage":null}\n\n'
+        ),
+        b'data: {"usage":{"prompt_tokens":10,"completion_tokens":5},"x":{"usage":{"prompt_tokens":1}}}\n\n',
         b'data: {"usage":{"prompt_tokens":10,"completion_tokens":5},"x":NaN}\n\n',
         b'data: {"usage":{"prompt_tokens":10,"completion_tokens":5},"x":"\\ud83d"}\n\n',
         b': "usage"\n\ndata: {"usage":{"prompt_tokens":10,"completion_tokens":5}}\n\n: "usage"\n\n',
