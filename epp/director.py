@@ -136,7 +136,7 @@ class Director:
         request = parsed.request
         body: bytes | None = None
         remove_headers: tuple[str, ...] = ()
-        if request.api is not Api.PASSTHROUGH:
+        if request.api is not Api.PASSTHROUGH and raw.body_shown:
             target = raw.header(*names.MODEL_NAME_REWRITE) or request.model
             if not target:
                 raise BadRequest("model not found in request body", param="model")

@@ -214,6 +214,7 @@ class RequestSide:
                 headers=head.headers,
                 body=self._body,
                 subset=self._subset,
+                body_shown=self._bodyless or self._waits_for_body,
             )
         )
 

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from epp.errors import WarmrouteError
-from epp.lab.envoy import BodyModes, EnvoyProcess, PickerAddress, envoy_config
+from epp.lab.envoy import Address, BodyModes, EnvoyProcess, PickerAddress, envoy_config
 from epp.lab.servers import FleetStats
 from epp.lab.workload import Fleet
 
@@ -121,8 +121,21 @@ class LabEngines:
         self.ports = ready["ports"]
         self.admin_url = f"http://{HOST}:{ready['admin_port']}"
 
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.child.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.child.stop()
+
     @property
-    def addresses(self) -> list[tuple[str, int]]:
+    def addresses(self) -> list[Address]:
         return [(HOST, port) for port in self.ports]
 
     async def stats(self) -> FleetStats:
@@ -156,7 +169,7 @@ class Picker:
     def __init__(
         self,
         folder: Path,
-        endpoints: Sequence[tuple[str, int]],
+        endpoints: Sequence[Address],
         *,
         name: str = "picker",
         tls: bool = False,
@@ -181,7 +194,7 @@ class Picker:
             folder / f"{name}.log",
         )
 
-    def write_endpoints(self, endpoints: Sequence[tuple[str, int]]) -> None:
+    def write_endpoints(self, endpoints: Sequence[Address]) -> None:
         """Replace the watched file at once, as a ConfigMap update does."""
         lines = ["endpoints:"] if endpoints else ["endpoints: []"]
         for index, (host, port) in enumerate(endpoints):
@@ -250,15 +263,15 @@ async def _listens(port: int) -> bool:
 
 
 @dataclass
-class Stack:
-    """Engines, pickers and an Envoy, started in this order and ended in the other.
+class Gateway:
+    """Pickers and an Envoy in front of engines, started in this order and ended in the other.
 
     Attributes:
-        gateway_url: through the picker. round_robin_url: past it.
+        folder: for configurations and logs; its own.
+        url: through the picker. round_robin_url: past it.
     """
 
-    fleet: Fleet
-    model: str
+    endpoints: Sequence[Address]
     folder: Path
     envoy: Path
     fail_open: bool = True
@@ -266,11 +279,9 @@ class Stack:
     tls: bool = False
     picker_count: int = 1
     picker_flags: Sequence[str] = ()
-    picker_config: str | None = None
-    envoy_workers: int = 1
-    engines: LabEngines = field(init=False)
+    health_interval_s: float = 0.5
     pickers: list[Picker] = field(init=False, default_factory=list)
-    gateway_url: str = field(init=False, default="")
+    url: str = field(init=False, default="")
     round_robin_url: str = field(init=False, default="")
     proxy: EnvoyProcess = field(init=False)
     _exit: AsyncExitStack = field(init=False, default_factory=AsyncExitStack)
@@ -289,33 +300,70 @@ class Stack:
         await self._exit.aclose()
 
     async def _start(self) -> None:
-        self.engines = LabEngines(self.fleet, self.model, self.folder)
-        self._exit.push_async_callback(self.engines.child.stop)
-        await self.engines.start()
         for index in range(self.picker_count):
             picker = Picker(
-                self.folder,
-                self.engines.addresses,
-                name=f"picker-{index}",
-                tls=self.tls,
-                config=self.picker_config,
-                flags=self.picker_flags,
+                self.folder, self.endpoints, name=f"picker-{index}", tls=self.tls, flags=self.picker_flags
             )
             self._exit.push_async_callback(picker.child.stop, signal.SIGKILL)
             await picker.start()
             self.pickers.append(picker)
         listen, round_robin, admin = free_ports(3)
-        self.gateway_url, self.round_robin_url = f"http://{HOST}:{listen}", f"http://{HOST}:{round_robin}"
+        self.url, self.round_robin_url = f"http://{HOST}:{listen}", f"http://{HOST}:{round_robin}"
         config = envoy_config(
             listen_port=listen,
             admin_port=admin,
             pickers=[picker.address for picker in self.pickers],
-            endpoints=self.engines.addresses,
+            endpoints=self.endpoints,
             fail_open=self.fail_open,
             mode=self.mode,
             tls=self.tls,
             round_robin_port=round_robin,
+            health_interval_s=self.health_interval_s,
         )
-        self.proxy = EnvoyProcess(self.envoy, config, admin_port=admin, workers=self.envoy_workers)
+        self.proxy = EnvoyProcess(self.envoy, config, admin_port=admin)
         self._exit.push_async_callback(self.proxy.stop)
         await self.proxy.start()
+
+
+@dataclass
+class Stack:
+    """Lab engines with a gateway in front of them."""
+
+    fleet: Fleet
+    model: str
+    folder: Path
+    envoy: Path
+    picker_flags: Sequence[str] = ()
+    engines: LabEngines = field(init=False)
+    gateway: Gateway = field(init=False)
+    _exit: AsyncExitStack = field(init=False, default_factory=AsyncExitStack)
+
+    @property
+    def gateway_url(self) -> str:
+        return self.gateway.url
+
+    @property
+    def round_robin_url(self) -> str:
+        return self.gateway.round_robin_url
+
+    @property
+    def pickers(self) -> list[Picker]:
+        return self.gateway.pickers
+
+    async def __aenter__(self) -> Self:
+        try:
+            self.engines = LabEngines(self.fleet, self.model, self.folder)
+            await self._exit.enter_async_context(self.engines)
+            self.gateway = Gateway(
+                self.engines.addresses, self.folder, self.envoy, picker_flags=self.picker_flags
+            )
+            await self._exit.enter_async_context(self.gateway)
+        except BaseException:
+            await self._exit.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._exit.aclose()

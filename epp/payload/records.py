@@ -23,6 +23,8 @@ class RawRequest(msgspec.Struct, frozen=True):
         body: the bytes as sent, still compressed where `content-encoding` says so.
         subset: `address:port` entries the gateway restricts the choice to; None = no restriction,
             empty = nothing is eligible.
+        body_shown: False where the proxy does not show the body (headers only): `body` is then empty, and
+            the choice is made without knowing what is asked.
     """
 
     request_id: str
@@ -31,6 +33,7 @@ class RawRequest(msgspec.Struct, frozen=True):
     headers: tuple[tuple[str, str], ...]
     body: bytes
     subset: tuple[str, ...] | None = None
+    body_shown: bool = True
 
     def header(self, *names: str) -> str | None:
         """The last value of the first of `names` that is present."""

@@ -61,6 +61,8 @@ def api_of(path: str) -> Api:
 def parse_request(raw: RawRequest, *, max_bytes: int) -> Parsed:
     """Read a request. Methods other than POST and encodings that are not known here pass through unread.
 
+    Of a body that was not shown only the API is known, by its path.
+
     Raises:
         BadRequest: the body is broken, is not one JSON object, or lacks or doubles what its API requires.
         PayloadTooLarge: the body, as sent or inflated, has more than `max_bytes`.
@@ -70,6 +72,8 @@ def parse_request(raw: RawRequest, *, max_bytes: int) -> Parsed:
             f"the body has {len(raw.body)} bytes, which is more than the limit of {max_bytes}"
         )
     api = api_of(raw.path) if raw.method == "POST" else Api.PASSTHROUGH
+    if not raw.body_shown:
+        return Parsed(InferenceRequest(api), raw.body, raw.body, None)
     plain = raw.body
     if api is not Api.PASSTHROUGH and (applied := encodings(raw.headers)):
         if applied not in (("gzip",), ("deflate",)):

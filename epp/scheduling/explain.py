@@ -234,14 +234,15 @@ def _exclusion(recorded: RecordedDecision, decision: Decision, slot: int) -> str
 def render_table(explanation: Explanation, width: int = 100, rows: int = 20) -> str:
     """A plain-text table per leg, `rows` endpoints at most, within `width` columns where that is possible."""
     request = f"request {explanation.request_id or '-'}   {_model(explanation)}"
-    lines = [_printable(f"{request}   prompt {explanation.prompt_tokens} tokens")]
+    lines = [f"{request}   prompt {explanation.prompt_tokens} tokens"]
     for leg in explanation.legs:
-        lines += ["", f"{leg.role}: profile {leg.profile} chose {', '.join(leg.chosen)}", ""]
+        fallbacks = f" and {len(leg.chosen) - 1} fallbacks" if leg.chosen[1:] else ""
+        lines += ["", f"{leg.role}: profile {leg.profile} chose {', '.join(leg.chosen[:1])}{fallbacks}", ""]
         lines += _table(leg, width, rows)
         if leg.timings_us:
             spent = ", ".join(f"{name} {spent:g}" for name, spent in leg.timings_us.items())
             lines += ["", f"plugin time in us: {spent}"]
-    return "\n".join(lines) + "\n"
+    return "\n".join(map(_printable, lines)) + "\n"
 
 
 def _printable(text: str) -> str:
@@ -277,16 +278,21 @@ class _Column:
 
 def _table(leg: LegExplained, width: int, rows: int) -> list[str]:
     shown = tuple(seen for index, seen in enumerate(leg.endpoints) if index < rows or seen.chosen)
-    columns = list(_columns(leg, shown))
+    facts = list(_fact_columns(leg, shown))
+    columns = [*facts, *_score_columns(leg, shown)]
     widths = [column.width for column in columns]
     over = sum(widths) + 2 * (len(widths) - 1) - width
     # The name gives way first: the address alone says which endpoint it is.
-    widths[1] = max(min(8, widths[1]), widths[1] - max(over, 0))
+    widths[2] = max(min(8, widths[2]), widths[2] - max(over, 0))
     height = max(len(column.header) for column in columns)
     headers = [("",) * (height - len(column.header)) + column.header for column in columns]
     lines = [_line(columns, [header[level] for header in headers], widths) for level in range(height)]
     lines.append("  ".join("-" * column_width for column_width in widths))
-    lines += [_line(columns, [column.cells[row] for column in columns], widths) for row in range(len(shown))]
+    for row, seen in enumerate(shown):
+        if seen.excluded:
+            lines.append(_line(facts, [column.cells[row] for column in facts], widths) + f"  {seen.excluded}")
+        else:
+            lines.append(_line(columns, [column.cells[row] for column in columns], widths))
     if len(leg.endpoints) > len(shown):
         lines.append(f"... and {len(leg.endpoints) - len(shown)} more")
     lines += ["", "> chosen   score columns: weighted, out of the weight   ? never scraped   ! stale"]
@@ -294,12 +300,13 @@ def _table(leg: LegExplained, width: int, rows: int) -> list[str]:
 
 
 def _line(columns: list[_Column], texts: list[str], widths: list[int]) -> str:
-    padded = (column.padded(text, width) for column, text, width in zip(columns, texts, widths, strict=True))
+    padded = (column.padded(text, width) for column, text, width in zip(columns, texts, widths, strict=False))
     return "  ".join(padded).rstrip()
 
 
-def _columns(leg: LegExplained, shown: tuple[EndpointSeen, ...]) -> Iterator[_Column]:
-    yield _Column(("#",), [_rank(seen, leg) for seen in shown])
+def _fact_columns(leg: LegExplained, shown: tuple[EndpointSeen, ...]) -> Iterator[_Column]:
+    yield _Column(("",), [">" if seen.chosen else "" for seen in shown])
+    yield _Column(("#",), ["-" if seen.rank is None else str(seen.rank) for seen in shown])
     yield _Column(("endpoint",), [seen.name for seen in shown], left=True)
     yield _Column(("address",), [seen.host_port for seen in shown], left=True)
     yield _Column(("wait",), [_fact(seen, f"{seen.waiting:g}") for seen in shown])
@@ -309,19 +316,13 @@ def _columns(leg: LegExplained, shown: tuple[EndpointSeen, ...]) -> Iterator[_Co
     for index, producer in enumerate(leg.producers):
         header = ("cached",) if len(leg.producers) == 1 else ("cached", producer.split("-")[0])
         yield _Column(header, [_match(seen, index) for seen in shown])
+
+
+def _score_columns(leg: LegExplained, shown: tuple[EndpointSeen, ...]) -> Iterator[_Column]:
     for index, (name, weight) in enumerate(leg.scorers):
-        yield _Column(
-            (*name.removesuffix("-scorer").split("-"), f"/{weight:g}"),
-            [_score(seen, index) for seen in shown],
-        )
+        header = (*name.removesuffix("-scorer").split("-"), f"/{weight:g}")
+        yield _Column(header, [_score(seen, index) for seen in shown])
     yield _Column(("total",), ["" if seen.total is None else f"{seen.total:.3f}" for seen in shown])
-    if any(seen.excluded for seen in shown):
-        yield _Column(("excluded by",), [seen.excluded or "" for seen in shown], left=True)
-
-
-def _rank(seen: EndpointSeen, leg: LegExplained) -> str:
-    mark = "> " if seen.chosen else ""
-    return f"{mark}{'-' if seen.rank is None else seen.rank}"
 
 
 def _fact(seen: EndpointSeen, text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from epp.pool.records import Floats, Mask
@@ -52,6 +52,8 @@ def pools(draw: st.DrawFn) -> list[Any]:
         for name in names
     ]
     rows = [replace(row, waiting=0, kv=0.0, stale=False) if not row.present else row for row in rows]
+    if draw(st.booleans()):
+        rows = [replace(rows[0], name=row.name, candidate=row.candidate) for row in rows]
     rows[0] = replace(rows[0], candidate=True)
     return rows
 
@@ -133,11 +135,21 @@ CHECKS = [check_permutation, check_absent_endpoint, check_weight_scaling, check_
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("count", [1, 3])
 def test_place(check: Callable[[Profile, st.DataObject], None], count: int) -> None:
-    run(check, pool.default_profile(count=count), examples=80)
+    run(check, pool.default_profile(count=count), tuple(Phase))
 
 
-def run(check: Callable[[Profile, st.DataObject], None], profile: Profile, examples: int) -> None:
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+def run(
+    check: Callable[[Profile, st.DataObject], None],
+    profile: Profile,
+    phases: tuple[Phase, ...] = (Phase.generate,),
+) -> None:
+    @settings(
+        max_examples=100 if len(phases) > 1 else 400,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=phases,
+    )
     @given(st.data())
     def searched(data: st.DataObject) -> None:
         check(profile, data)
@@ -221,7 +233,7 @@ def with_scorer(index: int, plugin: Any) -> Profile:
 )
 def test_faults_are_caught(check: Callable[[Profile, st.DataObject], None], faulty: Profile) -> None:
     with pytest.raises(AssertionError):
-        run(check, faulty, examples=300)
+        run(check, faulty)
 
 
 def test_a_weight_that_does_not_scale_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,4 +247,4 @@ def test_a_weight_that_does_not_scale_is_caught(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setitem(chosen.__globals__, "run_profile", coarse)
     with pytest.raises(AssertionError):
-        run(check_weight_scaling, pool.default_profile(), examples=300)
+        run(check_weight_scaling, pool.default_profile())

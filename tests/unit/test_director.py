@@ -295,6 +295,14 @@ def test_other_paths_pass_through_and_are_routed_by_load() -> None:
     assert isinstance(bench.director.submit(prepared, 1.0), Placement)
 
 
+def test_a_body_that_is_not_shown_is_routed_by_load() -> None:
+    bench = Bench()
+    raw = RawRequest("id", "POST", "/v1/chat/completions", (), b"", body_shown=False)
+    prepared = bench.director.prepare(raw, 1.0)
+    assert (prepared.request.api, prepared.request.prompts, prepared.body) == (Api.CHAT, (), None)
+    assert isinstance(bench.director.submit(prepared, 1.0), Placement)
+
+
 def test_the_inflated_size_is_bounded() -> None:
     bench = Bench()
     body = gzip.compress(b'{"model":"m","prompt":"' + b"x" * 5000 + b'"}')

@@ -223,6 +223,7 @@ def show(effect: Effect) -> dict[str, Any]:
                     "headers": dict(raw.headers),
                     "body": raw.body,
                     "subset": None if raw.subset is None else list(raw.subset),
+                    "shown": raw.body_shown,
                 }
             }
         case Observe(ticket, fact):

@@ -1,0 +1,34 @@
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from e2e.questions import MODEL
+from epp.lab.envoy import find_envoy
+from epp.lab.stack import LabEngines
+from epp.lab.workload import Fleet
+
+# Fast enough that no test waits for them, slow enough that a stream of a hundred tokens can be caught midway.
+FLEET = Fleet(
+    engines=4,
+    fit="llama-8b-h100",
+    speed_up=4.0,
+    num_blocks=16_385,
+    block_size=16,
+    max_num_seqs=256,
+    max_num_batched_tokens=8192,
+    max_model_len=131_072,
+)
+
+
+@pytest.fixture(scope="session")
+def envoy() -> Path:
+    return find_envoy()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LabEngines]:
+    """Lab engines for tests that leave them as they were."""
+    async with LabEngines(FLEET, MODEL, tmp_path_factory.mktemp("engines")) as engines:
+        yield engines
