@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 FLEET = Fleet(
     engines=8,
     fit="llama-8b-h100",
-    speed_up=2.0,
+    speed_up=4.0,
     num_blocks=16_385,
     block_size=16,
     max_num_seqs=256,

@@ -5,7 +5,7 @@ a stream, what was charged for it is given back exactly once. A fleet in virtual
 as live traffic (with `InferenceRequest.chains` in place of bodies).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from random import Random
@@ -28,7 +28,6 @@ from epp.scheduling.records import (
     Ended,
     Facts,
     FirstToken,
-    Leg,
     Placement,
     PrefixMatch,
     Progress,
@@ -37,6 +36,7 @@ from epp.scheduling.records import (
 )
 
 DEFAULT_FLOW = "default-flow"
+TIMED_EVERY = 64
 Edits = tuple[tuple[str, bytes], ...]
 
 
@@ -69,17 +69,17 @@ class Refusal(msgspec.Struct, frozen=True):
 class Recorder(Protocol):
     """Hears what happens, for metrics and for `explain`. Must not keep `ctx` or its arrays."""
 
-    def chosen(self, prepared: Prepared, legs: tuple[Leg, ...], ctx: Ctx) -> None:
-        """Before anything is charged: the load is the one the choice saw."""
+    def placed(self, prepared: Prepared, ticket: Ticket, ctx: Ctx) -> None:
+        """Before anything is charged: the load in `ctx` is the one the choice saw."""
         ...
-
-    def placed(self, prepared: Prepared, ticket: Ticket) -> None: ...
 
     def plugin_failed(self, plugin: object, error: Exception) -> None: ...
 
     def served_elsewhere(self, ticket: Ticket, served: str) -> None: ...
 
-    def observed(self, prepared: Prepared, ticket: Ticket, fact: AnswerFact, now: float) -> None: ...
+    def observed(self, prepared: Prepared, ticket: Ticket, fact: AnswerFact, now: float) -> None:
+        """After the ledger and the plugins heard of it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,9 @@ class Director:
         *,
         max_body_bytes: int,
         use_subset: bool = True,
+        plugin_clock: Callable[[], float] | None = None,
     ) -> None:
+        """`plugin_clock` times the plugins of every `TIMED_EVERY`-th request."""
         self.plugins = plugins
         self._store = store
         self._ledger = ledger
@@ -113,6 +115,8 @@ class Director:
         self._draw = draw
         self._max_body_bytes = max_body_bytes
         self._use_subset = use_subset
+        self._plugin_clock = plugin_clock
+        self._submitted = 0
         self._tickets: dict[TicketId, tuple[Prepared, Ticket]] = {}
         self._ids = count(1)
 
@@ -158,14 +162,18 @@ class Director:
     # -- the choice -------------------------------------------------------------------------------
 
     def submit(self, prepared: Prepared, now: float) -> Placement | Refusal:
-        """Choose endpoints, charge them, and let every hook know before the next request is looked at."""
-        ctx = Ctx(prepared.request, self._store.view, self._ledger.load, {}, now, self._draw)
+        """Choose endpoints, charge them, and let every hook know before the next request is looked at.
+
+        Whatever it raises, it raises before the charge.
+        """
+        clock = self._plugin_clock if self._submitted % TIMED_EVERY == 0 else None
+        self._submitted += 1
+        ctx = Ctx(prepared.request, self._store.view, self._ledger.load, {}, now, self._draw, clock)
         self._produce(ctx)
         try:
             legs = self.plugins.handler.place(ctx, self._eligible(prepared.subset))
         except RequestError as error:
             return Refusal(error)
-        self._recorder.chosen(prepared, legs, ctx)
         placement = Placement(TicketId(next(self._ids)), legs)
         slot = placement.serving.decision.slots[0]
         ticket = Ticket(
@@ -177,6 +185,7 @@ class Director:
             placed_at=now,
             facts=ctx.facts,
         )
+        self._recorder.placed(prepared, ticket, ctx)
         self._tickets[ticket.id] = prepared, ticket
         self._ledger.charge(slot, ticket.prefill_tokens)
         for hook in self.plugins.placed:
@@ -184,7 +193,6 @@ class Director:
                 hook.placed(ctx, ticket)
             except Exception as error:
                 self._recorder.plugin_failed(hook, error)
-        self._recorder.placed(prepared, ticket)
         return placement
 
     def _produce(self, ctx: Ctx) -> None:
@@ -246,7 +254,8 @@ class Director:
             ticket.slot = served
         elif served is None and fact.served:
             self._recorder.served_elsewhere(ticket, fact.served)
-        self._store.answering(ticket.slot, now)
+        if fact.status < 500:  # above, it may be the proxy's own answer about an endpoint it cannot reach
+            self._store.answering(ticket.slot, now)
 
 
 def _uncached_tokens(request: InferenceRequest, facts: Facts, slot: int) -> int:

@@ -63,7 +63,7 @@ class _Reading:
             return None
         if entry.kind is not None and entry.kind not in kinds:
             wanted = " or ".join(kinds)
-            self.problems.add(path, f"{name} is a {entry.kind}, expected a {wanted}")
+            self.problems.add(path, f"{name} has kind {entry.kind}, expected {wanted}")
             return None
         return entry
 

@@ -4,7 +4,9 @@ Messages stay bytes up to the codec, so that this transport and any other drive 
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,18 +19,18 @@ from epp.errors import ProtocolError
 from epp.runtime.health import Health, health_handler
 from epp.runtime.stream import Stream
 
-# Body chunks are at most a few MiB; Envoy's own limit on a message is far below this.
-_MESSAGE_BYTES = 16 << 20
+log = logging.getLogger(__name__)
 
 _OPTIONS = (
-    ("grpc.max_receive_message_length", _MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
     # Proxies ping idle connections; answering them with GOAWAY would cut every stream.
     ("grpc.http2.min_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
 )
+# A proxy that buffers sends a body as one message. One above the body limit still gets its 413.
+_MESSAGE_PER_BODY = 2
+_MESSAGE_LEAST_BYTES = 4 << 20
 
 _FOREVER_S = float(2**31 - 1)
 
@@ -49,15 +51,17 @@ class GrpcioTransport:
 
     Attributes:
         make_stream: makes the stream behind one call, given its `wake`.
+        body_bytes: largest request body that is served.
         credentials: None serves plain HTTP/2.
         health: also served on this port when given.
     """
 
     make_stream: MakeStream
     counts: StreamCounts
+    body_bytes: int
     credentials: grpc.ServerCredentials | None = None
     health: Health | None = None
-    _server: grpc.aio.Server = field(init=False)
+    _server: grpc.aio.Server | None = field(default=None, init=False)
 
     async def start(self, address: str) -> int:
         """Listen; returns the port.
@@ -65,78 +69,148 @@ class GrpcioTransport:
         Raises:
             OSError: the address cannot be bound.
         """
-        self._server = grpc.aio.server(options=_OPTIONS)
+        message_bytes = max(_MESSAGE_PER_BODY * self.body_bytes, _MESSAGE_LEAST_BYTES)
+        sizes = (
+            ("grpc.max_receive_message_length", message_bytes),
+            ("grpc.max_send_message_length", message_bytes),
+        )
+        server = grpc.aio.server(options=(*_OPTIONS, *sizes))
         methods = {"Process": grpc.stream_stream_rpc_method_handler(self._process)}
-        self._server.add_generic_rpc_handlers(
+        server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(names.EXT_PROC_SERVICE, methods)]
         )
         if self.health is not None:
-            self._server.add_generic_rpc_handlers([health_handler(self.health)])
+            server.add_generic_rpc_handlers([health_handler(self.health)])
         try:
             if self.credentials is None:
-                port = self._server.add_insecure_port(address)
+                port = server.add_insecure_port(address)
             else:
-                port = self._server.add_secure_port(address, self.credentials)
+                port = server.add_secure_port(address, self.credentials)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: {error}") from None
-        await self._server.start()
+        await server.start()
+        self._server = server
         return port
 
-    async def stop(self, grace_s: float | None) -> None:
-        """Take no new streams; wait for those in flight, at most `grace_s` (None: as long as they last)."""
-        await self._server.stop(grace_s if grace_s is not None else _FOREVER_S)
+    async def drain(self) -> None:
+        """Take no new streams; return when those in flight have ended."""
+        if self._server is not None:
+            await self._server.stop(_FOREVER_S)
+
+    async def stop(self) -> None:
+        """Cut what is in flight."""
+        if self._server is not None:
+            await self._server.stop(None)
 
     async def _process(self, _: Any, context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
         """One ext-proc stream. `context.read` and `context.write` move bytes: no (de)serialisers are set."""
-        late = _Late(context)
-        stream = late.stream = self.make_stream(late.wake)
+        loop = asyncio.current_task()
+        assert loop is not None
+        call = _Call(context, loop)
+        stream = call.stream = self.make_stream(call.wake)
         self.counts.opened()
-        code = "OK"
+        code = grpc.StatusCode.OK
         try:
-            while not stream.finished:
-                message = await context.read()
-                if message is EOF:
-                    break
-                stream.received(message)
-                await late.flush()
-        except ProtocolError as error:
-            code = "INVALID_ARGUMENT"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except (
-            asyncio.CancelledError
-        ):  # the ordinary end: proxies reset the stream when the answer is through
-            code = "CANCELLED"
-            raise
-        finally:
-            self.counts.closed(code)
-            late.over = True
+            await call.run()
             if not stream.finished:
-                stream.closed(error=code == "INVALID_ARGUMENT")
+                code = grpc.StatusCode.CANCELLED
+        except asyncio.CancelledError:
+            # The ordinary end: proxies reset the stream when the answer is through.
+            code = grpc.StatusCode.CANCELLED
+            raise
+        except grpc.aio.BaseError:  # nobody is there to write to
+            code = grpc.StatusCode.CANCELLED
+        except ProtocolError as error:
+            code = grpc.StatusCode.INVALID_ARGUMENT
+            await context.abort(code, str(error))
+        except Exception:
+            code = grpc.StatusCode.INTERNAL
+            log.exception("an ext-proc stream failed")
+            await context.abort(code, "the endpoint picker failed on this stream; its log has the details")
+        finally:
+            self.counts.closed(code.name)
+            call.close()
+            if not stream.finished:
+                stream.closed(error=code not in _ORDINARY)
 
 
-class _Late:
-    """Writes a stream's outbox: at once for the reading loop, by a task for what comes while it waits."""
+_ORDINARY = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
 
-    __slots__ = ("_context", "_flushing", "_task", "over", "stream")
+
+class _Call:
+    """Moves messages between one call and its stream.
+
+    The reading loop writes what its own messages brought forth; a task of its own writes what a late
+    routing result brings while the loop waits for a message. Only one of the two writes at a time.
+    """
+
+    __slots__ = ("_context", "_late", "_loop", "_reading", "_writing", "stream")
 
     stream: Stream
 
-    def __init__(self, context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
+    def __init__(self, context: "grpc.aio.ServicerContext[bytes, bytes]", loop: "asyncio.Task[Any]") -> None:
+        """`loop`: the task that calls `run`."""
         self._context = context
-        self._flushing = False
-        self._task: asyncio.Task[None] | None = None
-        self.over = False
+        self._loop = loop
+        self._late: asyncio.Task[None] | None = None
+        self._reading = False
+        self._writing = False
+
+    async def run(self) -> None:
+        """Until the stream is finished or the proxy has half-closed. Raises what `Stream.received` raises."""
+        stream = self.stream
+        while not self._over:
+            message = await self._read()
+            if message is EOF:
+                break
+            stream.received(message)
+            if self._late is not None:
+                await self._late
+            if stream.outbox:
+                await self._write()
+        if stream.failure is not None:
+            raise stream.failure
 
     def wake(self) -> None:
-        if not self.over and not self._flushing:
-            self._task = asyncio.get_running_loop().create_task(self.flush())
+        """A late routing result was handled. Who is writing comes to its messages too."""
+        if self._late is None and not self._writing:
+            self._late = asyncio.get_running_loop().create_task(self._write_late())
 
-    async def flush(self) -> None:
-        if self._flushing:  # the one that is at it will come to these messages
-            return
-        self._flushing = True
+    def close(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+
+    @property
+    def _over(self) -> bool:
+        return self.stream.finished or self.stream.failure is not None
+
+    async def _read(self) -> Any:
+        self._reading = True
         try:
-            while self.stream.outbox and not self.over:
-                await self._context.write(self.stream.outbox.popleft())
+            return await self._context.read()
+        except asyncio.CancelledError:
+            if not self._over:
+                raise
+            self._loop.uncancel()  # it was `_write_late`: nothing more is to be read
+            return EOF
         finally:
-            self._flushing = False
+            self._reading = False
+
+    async def _write(self) -> None:
+        """Empty the outbox, in order."""
+        self._writing = True
+        try:
+            outbox = self.stream.outbox
+            while outbox:
+                await self._context.write(outbox.popleft())
+        finally:
+            self._writing = False
+
+    async def _write_late(self) -> None:
+        try:
+            with suppress(grpc.aio.BaseError):  # the reading loop hears by itself that the call is over
+                await self._write()
+        finally:
+            self._late = None
+        if self._over and self._reading:
+            self._loop.cancel()

@@ -20,10 +20,12 @@ from epp.wire.health_pb2 import (
 
 
 class Health:
-    """Whether requests can be served.
+    """Whether requests can be served. Changed on the event loop's thread, read on any.
 
     `liveness` says that the process runs, whatever the pool looks like. Every other known name, and the
-    empty one, says that the pool is known and the picker is not draining.
+    empty one, says that the pool is known and the picker is not draining. A pool known to be empty is
+    known: its requests are refused with the reason, which a proxy that takes the picker for absent cannot
+    tell.
     """
 
     _READY = ("", names.READINESS, names.EXT_PROC_SERVICE, names.INFERENCE_EXTENSION)
@@ -37,6 +39,7 @@ class Health:
         self._synced.set()
 
     def draining(self) -> None:
+        """No new requests, please."""
         self._draining.set()
 
     @property
@@ -51,7 +54,8 @@ class Health:
             return HealthCheckResponse.SERVING if self.ready else HealthCheckResponse.NOT_SERVING
         return None
 
-    def all(self) -> "dict[str, HealthCheckResponse.ServingStatus]":
+    def statuses(self) -> "dict[str, HealthCheckResponse.ServingStatus]":
+        """Of every known name."""
         known = (names.LIVENESS, *self._READY)
         return {service: status for service in known if (status := self.status(service)) is not None}
 
@@ -64,13 +68,13 @@ def health_handler(health: Health) -> "grpc.GenericRpcHandler[Any, Any]":
         if status is None:
             context.set_code(grpc.StatusCode.NOT_FOUND)
             context.set_details(
-                f"unknown service {request.service!r}; known: {', '.join(map(repr, health.all()))}"
+                f"unknown service {request.service!r}; known: {', '.join(map(repr, health.statuses()))}"
             )
-            return HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
+            return HealthCheckResponse()
         return HealthCheckResponse(status=status)
 
     def list_all(request: HealthListRequest, context: grpc.ServicerContext) -> HealthListResponse:
-        statuses = {name: HealthCheckResponse(status=status) for name, status in health.all().items()}
+        statuses = {name: HealthCheckResponse(status=status) for name, status in health.statuses().items()}
         return HealthListResponse(statuses=statuses)
 
     return grpc.method_handlers_generic_handler(
@@ -114,4 +118,5 @@ class HealthServer:
         return port
 
     def stop(self) -> None:
-        self._server.stop(grace=0)
+        """Returns when nothing runs any more."""
+        self._server.stop(grace=0).wait()

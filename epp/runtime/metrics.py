@@ -1,205 +1,30 @@
-"""Prometheus metrics: one table, from which both the collectors and docs/metrics.md are made.
+"""Prometheus metrics: what each row of the table is fed with.
 
-Names, labels and buckets are the field's. Children are bound once per label set; label values that come
-from clients are bounded.
+Children are bound once per label set; label values that come from clients are bounded.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from epp import names
 from epp.director import Prepared
 from epp.errors import RequestError
-from epp.pool.records import Load, PoolView
+from epp.pool.ledger import InflightLedger
+from epp.pool.records import Endpoint
+from epp.pool.store import PoolStore
+from epp.runtime.metrics_table import collectors
 from epp.scheduling.records import Cause, Ended, PrefixMatch, Ticket
 
-_DURATION = (
-    *(
-        0.005,
-        0.025,
-        0.05,
-        0.1,
-        0.2,
-        0.4,
-        0.6,
-        0.8,
-        1,
-        1.25,
-        1.5,
-        2,
-        3,
-        4,
-        5,
-        6,
-        8,
-        10,
-        15,
-        20,
-        30,
-        45,
-        60,
-        120,
-    ),
-    *(180, 240, 300, 360, 480, 600, 900, 1200, 1800, 2700, 3600),
-)
-_TTFT = tuple(bound for bound in _DURATION if bound <= 120)
-_TPOT = (
-    *(0.0005, 0.00205, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8),
-    *(1.0, 2.0),
-)
-_NTPOT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
-_SCHEDULER = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
-_PROCESSING = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-_POWERS = (1, *(2**power for power in range(3, 21)))
-_REQUEST_BYTES = tuple(2**power for power in range(6, 31))
-_RESPONSE_BYTES = (1, *(2**power for power in range(3, 17)))
-_RATIO = tuple(step / 10 for step in range(11))
-_HIT_BYTES = (0, *(2**power for power in range(4, 17)))
+LABEL_VALUES = 1000
+LABEL_SETS = 4096
+OTHER = "other"
 
-_MODEL = ("model_name", "target_model_name", "fairness_id", "priority")
-_PLUGIN = ("plugin_name", "plugin_type")
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One row of the table. `name` is without the prefix and, for counters, with `_total`."""
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    labels: tuple[str, ...]
-    help: str
-    buckets: tuple[float, ...] = ()
-
-
-TABLE: tuple[Metric, ...] = (
-    Metric("request_total", "counter", _MODEL, "Requests placed on an endpoint."),
-    Metric(
-        "request_error_total",
-        "counter",
-        (*_MODEL, "error_code"),
-        "Requests refused by the picker or answered with a status of 400 or above.",
-    ),
-    Metric(
-        "request_duration_seconds", "histogram", _MODEL, "From arrival to the end of the answer.", _DURATION
-    ),
-    Metric("request_size_bytes", "histogram", _MODEL, "Request bodies as received.", _REQUEST_BYTES),
-    Metric("response_size_bytes", "histogram", _MODEL, "Answer bodies.", _RESPONSE_BYTES),
-    Metric("request_input_tokens", "histogram", _MODEL, "Prompt tokens the engine reported.", _POWERS),
-    Metric("request_output_tokens", "histogram", _MODEL, "Output tokens the engine reported.", _POWERS[:12]),
-    Metric("request_cached_tokens", "histogram", _MODEL, "Prompt tokens the engine had cached.", _POWERS),
-    Metric("request_running", "gauge", _MODEL, "Requests placed and not ended."),
-    Metric(
-        "request_ntpot_seconds",
-        "histogram",
-        _MODEL,
-        "Request duration divided by output tokens.",
-        _NTPOT,
-    ),
-    Metric(
-        "request_ttft_seconds",
-        "histogram",
-        (*_MODEL, "streaming"),
-        "From arrival to the first output token.",
-        _TTFT,
-    ),
-    Metric(
-        "request_streaming_tpot_seconds",
-        "histogram",
-        _MODEL,
-        "Streamed answers: time after the first token divided by the tokens after it.",
-        _TPOT,
-    ),
-    Metric(
-        "average_kv_cache_utilization", "gauge", ("name",), "Mean KV cache usage of fresh endpoints, 0 to 1."
-    ),
-    Metric("average_queue_size", "gauge", ("name",), "Mean waiting requests of fresh endpoints."),
-    Metric("average_running_requests", "gauge", ("name",), "Mean running requests of fresh endpoints."),
-    Metric("std_dev_kv_cache_utilization", "gauge", ("name",), "Standard deviation of KV cache usage."),
-    Metric("std_dev_queue_size", "gauge", ("name",), "Standard deviation of waiting requests."),
-    Metric("std_dev_running_requests", "gauge", ("name",), "Standard deviation of running requests."),
-    Metric("ready_endpoints", "gauge", ("name",), "Endpoints that may be chosen now."),
-    Metric(
-        "per_endpoint_queue_size",
-        "gauge",
-        ("name", "model_server_endpoint"),
-        "Waiting requests of each endpoint.",
-    ),
-    Metric("scheduler_e2e_duration_seconds", "histogram", (), "The choice of an endpoint.", _SCHEDULER),
-    Metric(
-        "scheduler_attempts_total",
-        "counter",
-        ("status", "target_model_name", "endpoint_name", "namespace", "port"),
-        "Choices made (success) or failed (failure).",
-    ),
-    Metric(
-        "request_processing_duration_seconds",
-        "histogram",
-        (),
-        "From the complete request to its placement: reading the body and choosing.",
-        _PROCESSING,
-    ),
-    Metric("info", "gauge", ("commit", "build_ref"), "Build of this picker; always 1."),
-    Metric("datalayer_poll_errors_total", "counter", ("source_type",), "Failed reads of engine metrics."),
-    Metric("prefix_indexer_size", "gauge", _PLUGIN, "Pairs of block and endpoint in the prefix index."),
-    Metric(
-        "prefix_indexer_hit_ratio",
-        "histogram",
-        _PLUGIN,
-        "Share of the prompt held by the chosen endpoint.",
-        _RATIO,
-    ),
-    Metric(
-        "prefix_indexer_hit_bytes",
-        "histogram",
-        _PLUGIN,
-        "Prompt bytes held by the chosen endpoint.",
-        _HIT_BYTES,
-    ),
-    Metric(
-        "inflight_requests",
-        "gauge",
-        ("endpoint_name", "namespace", "producer_name", "fairness_id", "priority"),
-        "Requests in flight to each endpoint.",
-    ),
-    Metric(
-        "inflight_tokens",
-        "gauge",
-        ("endpoint_name", "namespace", "producer_name", "fairness_id", "priority"),
-        "Uncached prompt tokens in flight to each endpoint, until its first output token.",
-    ),
-    Metric("extproc_streams_inflight", "gauge", (), "Open ext-proc streams."),
-    Metric("extproc_streams_total", "counter", ("code",), "Finished ext-proc streams by how they ended."),
-    Metric("extproc_held_bytes", "gauge", (), "Request bytes held in the process."),
-    Metric(
-        "plugin_failures_total", "counter", ("plugin_type",), "Plugin calls that failed; the request went on."
-    ),
-    Metric("served_elsewhere_total", "counter", (), "Answers from an endpoint outside the pool."),
-    Metric(
-        "config_discovery_errors_total",
-        "counter",
-        (),
-        "Discovery files that could not be used; the old one stays.",
-    ),
-)
-
-
-def collectors(registry: CollectorRegistry) -> dict[str, Counter | Gauge | Histogram]:
-    """The table as live collectors, by name without prefix."""
-    made: dict[str, Counter | Gauge | Histogram] = {}
-    for row in TABLE:
-        name = names.METRIC_PREFIX + row.name
-        match row.kind:
-            case "counter":
-                made[row.name] = Counter(name, row.help, row.labels, registry=registry)
-            case "gauge":
-                made[row.name] = Gauge(name, row.help, row.labels, registry=registry)
-            case "histogram":
-                made[row.name] = Histogram(name, row.help, row.labels, registry=registry, buckets=row.buckets)
-    return made
+_PRIORITY = "0"
+_LEDGER = "inflight-ledger"
+_APPROXIMATE = "approx-prefix-cache-producer"
 
 
 @dataclass(slots=True)
@@ -403,21 +228,3 @@ class Metrics:
 
     def indexer_size(self, producer: str, size: int) -> None:
         self.gauge("prefix_indexer_size", producer, "approx-prefix-cache-producer").set(size)
-
-
-def reference() -> str:
-    """docs/metrics.md: the table for people."""
-    lines = [
-        "# Metrics",
-        "",
-        "Served at `:9090/metrics`. Every name has the prefix `llm_d_epp_`; histograms add `_bucket`, `_sum`",
-        "and `_count`. Label values that come from clients are bounded: after 1000 different ones, `other`.",
-        "",
-        "| Name | Type | Labels | Meaning |",
-        "|---|---|---|---|",
-    ]
-    lines += [
-        f"| `{row.name}` | {row.kind} | {', '.join(f'`{label}`' for label in row.labels)} | {row.help} |"
-        for row in TABLE
-    ]
-    return "\n".join(lines) + "\n"

@@ -4,14 +4,19 @@ Names and defaults are those of the Go picker, so that an image can be swapped u
 """
 
 import re
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Final
 
 import msgspec
 
 from epp import names
+from epp.errors import Problem
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+LEAST_GAUGES_INTERVAL_S: Final = 0.1
+LOG_FORMATS: Final = ("", "json", "console")
+
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
+_DURATION = re.compile(rf"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)({'|'.join(_SECONDS)})")
 
 
 def Flag(text: str) -> msgspec.Meta:
@@ -34,6 +39,9 @@ class Duration(float):
             )
         return cls(sum(float(number) * _SECONDS[unit] for number, unit in parts))
 
+    def __str__(self) -> str:
+        return f"{self * 1000:g}ms" if 0 < self < 1 else f"{float(self):g}s"
+
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What `warmroute serve` runs with."""
@@ -47,11 +55,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     pool_name: Annotated[str, Flag("Name of the InferencePool; label of the pool's metrics.")] = ""
     pool_namespace: Annotated[str, Flag("Namespace of the InferencePool.")] = ""
     pool_group: Annotated[str, Flag("API group of the InferencePool.")] = "inference.networking.k8s.io"
-    grpc_host: Annotated[str, Flag("Address the gRPC ports listen on.")] = "0.0.0.0"
+    grpc_host: Annotated[
+        str, Flag("Address the gRPC and metrics ports listen on; empty: all, IPv4 and IPv6.")
+    ] = ""
     grpc_port: Annotated[int, Flag("Port of the ext-proc service.")] = names.GRPC_PORT
     grpc_health_port: Annotated[int, Flag("Port of the gRPC health service.")] = names.GRPC_HEALTH_PORT
     metrics_port: Annotated[int, Flag("Port of /metrics; 0 turns it off.")] = names.METRICS_PORT
-    admin_port: Annotated[int, Flag("Loopback port of the admin pages (decisions); 0 turns it off.")] = 9091
+    admin_port: Annotated[int, Flag("Loopback port that `warmroute explain` asks; 0 turns it off.")] = 9091
     metrics_endpoint_auth: Annotated[
         bool, Flag("Ask Kubernetes who may read /metrics. Has no effect without a cluster.")
     ] = True
@@ -64,7 +74,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         Duration, Flag("How often each engine's metrics are read while there is traffic; at least 50ms.")
     ] = Duration(0.2)
     refresh_prometheus_metrics_interval: Annotated[
-        Duration, Flag("How often the pool's own gauges are renewed.")
+        Duration, Flag("How often the gauges of pool and endpoints are renewed; at least 100ms.")
     ] = Duration(5.0)
     metrics_staleness_threshold: Annotated[
         Duration, Flag("Age at which an engine's metrics are no longer trusted.")
@@ -81,3 +91,28 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     v: Annotated[int, Flag("Log verbosity; from 3 on, one line a request.")] = 2
     seed: Annotated[int, Flag("Seed of the draws that break ties; -1: from the system.")] = -1
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with single values; `path` is the flag."""
+        for flag, port in (
+            ("--grpc-port", self.grpc_port),
+            ("--grpc-health-port", self.grpc_health_port),
+            ("--metrics-port", self.metrics_port),
+            ("--admin-port", self.admin_port),
+        ):
+            if not 0 <= port <= 65535:
+                yield Problem(flag, f"{port} is no port; write a number from 0 to 65535")
+        for flag, size in (
+            ("--max-request-body-bytes", self.max_request_body_bytes),
+            ("--max-held-bytes", self.max_held_bytes),
+        ):
+            if size < 1:
+                yield Problem(flag, f"{size} is no size; write a number of bytes from 1 on")
+        if self.refresh_prometheus_metrics_interval < LEAST_GAUGES_INTERVAL_S:
+            shortest = Duration(LEAST_GAUGES_INTERVAL_S)
+            given = self.refresh_prometheus_metrics_interval
+            yield Problem(
+                "--refresh-prometheus-metrics-interval", f"{given} is too short; the least is {shortest}"
+            )
+        if self.zap_encoder not in LOG_FORMATS:
+            yield Problem("--zap-encoder", f"{self.zap_encoder!r} is no log format; write json or console")

@@ -1,52 +1,19 @@
-"""Routes requests: drives the director, and decodes large bodies in a child process."""
+"""Routes requests: drives the director, and waits for what has to be awaited before a choice."""
 
 import asyncio
 import logging
-import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
-from functools import partial
 
 from epp.director import Director, Edits, Prepared, Refusal
 from epp.errors import InternalError, RequestError
 from epp.extproc.records import Refused, Routed
 from epp.payload.records import RawRequest
-from epp.payload.request import Parsed, parse_request
+from epp.runtime.decoder import Decoder, is_large
 from epp.runtime.metrics import Metrics
 from epp.runtime.stream import Deliver
 from epp.scheduling.records import AnswerFact, TicketId
 
 log = logging.getLogger(__name__)
-
-# One decode is one C call under the interpreter's lock (4.7 ms for 4 MiB): a thread would not help.
-CHILD_BODY_BYTES = 2 << 20
-
-
-@dataclass(slots=True)
-class Decoder:
-    """A child process that parses bodies too large for the event loop; started by the first of them."""
-
-    max_body_bytes: int
-    _pool: ProcessPoolExecutor | None = field(default=None, init=False)
-
-    async def parse(self, raw: RawRequest) -> Parsed:
-        """Raises RequestError as `parse_request` does."""
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        parse = partial(parse_request, max_bytes=self.max_body_bytes)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, parse, raw)
-        except BrokenProcessPool:
-            log.warning("the decoding process died; this body is decoded in place, the next starts it anew")
-            self.close()
-            return parse(raw)
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
 
 
 class Router:
@@ -69,22 +36,22 @@ class Router:
 
     def route(self, raw: RawRequest, deliver: Deliver) -> Routed | Refused | None:
         """See `Routes.route`."""
-        if len(raw.body) > CHILD_BODY_BYTES:
-            task = asyncio.get_running_loop().create_task(self._route_large(raw, deliver))
+        received_at = self._clock()
+        if is_large(raw):
+            large = self._route_large(raw, received_at, deliver)
+            task = asyncio.get_running_loop().create_task(large)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             return None
-        now = self._clock()
         try:
-            prepared = self._director.prepare(raw, now)
+            prepared = self._director.prepare(raw, received_at)
         except RequestError as error:
             return self._refuse(raw, None, error)
         except Exception:
             return self._broken(raw)
         return self._place(raw, prepared)
 
-    async def _route_large(self, raw: RawRequest, deliver: Deliver) -> None:
-        received_at = self._clock()
+    async def _route_large(self, raw: RawRequest, received_at: float, deliver: Deliver) -> None:
         try:
             parsed = await self._decoder.parse(raw)
             prepared = self._director.prepare_parsed(raw, parsed, received_at)
@@ -119,8 +86,7 @@ class Router:
 
     def _refuse(self, raw: RawRequest, prepared: Prepared | None, error: RequestError) -> Refused:
         self._metrics.refused(prepared, error)
-        log.log(
-            logging.DEBUG,
+        log.debug(
             "request refused",
             extra={"request_id": raw.request_id, "status": error.status, "error": error.message},
         )
@@ -128,7 +94,8 @@ class Router:
 
     def _broken(self, raw: RawRequest) -> Refused:
         """A fault of ours: the client gets a plain 500, the log the trace."""
-        log.exception("request failed", extra={"request_id": raw.request_id, "path": raw.path})
+        path = raw.path.partition("?")[0]
+        log.exception("request failed", extra={"request_id": raw.request_id, "path": path})
         error = InternalError("the endpoint picker failed on this request; its log has the details")
         self._metrics.refused(None, error)
         return Refused(self._clock(), error)
@@ -138,6 +105,7 @@ class Router:
         return self._director.observe(ticket, fact, self._clock())
 
     def close(self) -> None:
+        """Give up what is still being read."""
         for task in self._tasks:
             task.cancel()
         self._decoder.close()

@@ -16,6 +16,7 @@ from epp.extproc.exchange import Exchange
 from epp.extproc.records import (
     Closed,
     Edited,
+    Effect,
     Event,
     Finish,
     Observe,
@@ -46,9 +47,20 @@ class Stream:
     Attributes:
         outbox: messages for the proxy, in order; the transport empties it.
         finished: the exchange is over; when the outbox is empty, the transport ends the stream.
+        failure: what a late routing result came to grief on; the transport takes it as raised by `received`.
     """
 
-    __slots__ = ("_clock", "_exchange", "_inbox", "_routes", "_running", "_wake", "finished", "outbox")
+    __slots__ = (
+        "_clock",
+        "_exchange",
+        "_inbox",
+        "_routes",
+        "_running",
+        "_wake",
+        "failure",
+        "finished",
+        "outbox",
+    )
 
     def __init__(
         self,
@@ -57,7 +69,7 @@ class Stream:
         clock: Callable[[], float],
         wake: Callable[[], None],
     ) -> None:
-        """`wake` is called when a late routing result filled the outbox outside of `received`."""
+        """`wake` is called after a late routing result, outside of `received`; there may be things to write."""
         self._exchange = exchange
         self._routes = routes
         self._clock = clock
@@ -66,6 +78,7 @@ class Stream:
         self._inbox: deque[Event] = deque()
         self._running = False
         self.finished = False
+        self.failure: Exception | None = None
 
     def received(self, message: bytes) -> None:
         """One message from the proxy.
@@ -76,11 +89,14 @@ class Stream:
         self._take(decode(message, self._clock()))
 
     def closed(self, *, error: bool = False) -> None:
-        """The proxy's side is over, however it ended."""
+        """The proxy's side is over, however it ended: `error` when it broke. To be called once, last."""
         self._take(Closed(self._clock(), error))
 
     def _deliver(self, outcome: Routed | Refused) -> None:
-        self._take(outcome)
+        try:
+            self._take(outcome)
+        except Exception as error:
+            self.failure = error
         self._wake()
 
     def _take(self, event: Event) -> None:
@@ -91,24 +107,34 @@ class Stream:
         try:
             while self._inbox:
                 self._perform(self._inbox.popleft())
-        except ProtocolError:
+        except Exception:
             self._inbox.clear()
             raise
         finally:
             self._running = False
 
     def _perform(self, event: Event) -> None:
+        """Every effect, whatever becomes of the one before: among them are the releases of what was charged."""
+        failure: Exception | None = None
         for effect in self._exchange.receive(event):
-            match effect:
-                case Send(reply):
-                    self.outbox.append(encode(reply))
-                case Observe(ticket, fact):
-                    edits = self._routes.observe(ticket, fact)
-                    if isinstance(fact, AnswerHeaders):
-                        self._inbox.append(Edited(event.at, edits))
-                case Route(raw):
-                    outcome = self._routes.route(raw, self._deliver)
-                    if outcome is not None:
-                        self._inbox.append(outcome)
-                case Finish():
-                    self.finished = True
+            try:
+                self._perform_one(effect, event.at)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _perform_one(self, effect: Effect, at: float) -> None:
+        match effect:
+            case Send(reply):
+                self.outbox.append(encode(reply))
+            case Observe(ticket, fact):
+                edits = self._routes.observe(ticket, fact)
+                if isinstance(fact, AnswerHeaders):
+                    self._inbox.append(Edited(at, edits))
+            case Route(raw):
+                outcome = self._routes.route(raw, self._deliver)
+                if outcome is not None:
+                    self._inbox.append(outcome)
+            case Finish():
+                self.finished = True

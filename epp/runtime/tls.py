@@ -1,47 +1,62 @@
 """Server certificates: given ones from a folder, or a self-signed one."""
 
 import datetime
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.x509.oid import NameOID
 
 from epp.errors import ConfigError, Problem
 
 
 def server_credentials(cert_path: str) -> grpc.ServerCredentials:
-    """Credentials for `--secure-serving`.
+    """Credentials for `--secure-serving`: the key and certificate in `cert_path`, or a new self-signed one.
 
     Raises:
-        ConfigError: `tls.crt` or `tls.key` is missing in `cert_path` or cannot be used.
+        ConfigError: `tls.crt` or `tls.key` is missing in `cert_path`, is no PEM, or is not the other's.
     """
     key, chain = _read(Path(cert_path)) if cert_path else self_signed()
-    try:
-        return grpc.ssl_server_credentials([(key, chain)])
-    except (ValueError, RuntimeError) as error:
-        raise ConfigError(cert_path, Problem("", f"certificate and key cannot be used: {error}")) from None
+    return grpc.ssl_server_credentials([(key, chain)])
 
 
 def _read(folder: Path) -> tuple[bytes, bytes]:
-    problems, read = [], []
-    for name, load in (
-        ("tls.key", lambda data: serialization.load_pem_private_key(data, None)),
-        ("tls.crt", x509.load_pem_x509_certificates),
-    ):
-        try:
-            data = (folder / name).read_bytes()
-            load(data)
-            read.append(data)
-        except OSError as error:
-            problems.append(Problem(name, f"cannot be read: {error.strerror}"))
-        except (ValueError, TypeError) as error:
-            problems.append(Problem(name, f"is not usable PEM: {error}"))
+    """Key and certificate chain. An expired certificate is taken: proxies do not verify it by default."""
+    problems: list[Problem] = []
+    key_pem, key = _load(folder / "tls.key", _public_key, problems)
+    chain_pem, certified = _load(folder / "tls.crt", _certified_key, problems)
+    if not problems and key != certified:
+        problems.append(Problem("tls.key", "is not the key of the first certificate in tls.crt"))
     if problems:
         raise ConfigError(f"--cert-path {folder}", *problems)
-    return read[0], read[1]
+    return key_pem, chain_pem
+
+
+def _load(
+    file: Path, public_key: Callable[[bytes], PublicKeyTypes], problems: list[Problem]
+) -> tuple[bytes, PublicKeyTypes | None]:
+    """The file's bytes and the public key in them."""
+    try:
+        pem = file.read_bytes()
+        return pem, public_key(pem)
+    except OSError as error:
+        problems.append(Problem(file.name, f"cannot be read: {error.strerror}"))
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        problems.append(Problem(file.name, f"is not usable PEM: {error}"))
+    return b"", None
+
+
+def _public_key(pem: bytes) -> PublicKeyTypes:
+    return serialization.load_pem_private_key(pem, None).public_key()
+
+
+def _certified_key(pem: bytes) -> PublicKeyTypes:
+    return x509.load_pem_x509_certificates(pem)[0].public_key()
 
 
 def self_signed() -> tuple[bytes, bytes]:

@@ -3,13 +3,12 @@
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from epp.config.load import build, default_config, load_config
 from epp.config.registry import NOT_YET, FileDiscoverySpec, MetricsSourceSpec
 from epp.errors import ConfigError
-from epp.pool.records import PoolView
+from epp.pool.store import PoolStore
 from epp.scheduling.profiles import SingleProfileHandler
 from epp.scheduling.records import PREFIX_MATCH, FactKey
 
@@ -48,14 +47,6 @@ WAITS_FOR = {
 LOADS = {"default-with-file-discovery", "tiered-prefix-cache-cpu"}
 
 
-def empty_view() -> PoolView:
-    floats, ints, mask = np.zeros(4), np.zeros(4, np.int64), np.zeros(4, np.bool_)
-    return PoolView(
-        4, (None,) * 4, ("",) * 4, np.zeros(4, np.uint64), mask, mask, mask, floats, floats, floats, ints, ints,
-        floats, floats, floats,
-    )  # fmt: skip
-
-
 def test_every_file_is_expected() -> None:
     assert {path.stem for path in DATA.glob("*.yaml")} == set(WAITS_FOR) | LOADS
 
@@ -79,7 +70,7 @@ def test_refused_by_name(name: str) -> None:
 def test_the_default_profile_with_file_discovery() -> None:
     loaded = load_config((DATA / "default-with-file-discovery.yaml").read_bytes(), "file")
     assert loaded.warnings == ()
-    assembly = build(loaded, empty_view(), b"secret")
+    assembly = build(loaded, PoolStore().view, b"secret")
     assert assembly.discovery == FileDiscoverySpec("/etc/warmroute/endpoints.yaml", watch=False)
     assert assembly.metrics_source == MetricsSourceSpec("http", "/metrics", True, None)
     assert isinstance(assembly.handler, SingleProfileHandler)
@@ -109,7 +100,7 @@ def test_it_is_the_default_configuration() -> None:
 
 def test_two_prefix_caches() -> None:
     loaded = load_config((DATA / "tiered-prefix-cache-cpu.yaml").read_bytes(), "file")
-    assembly = build(loaded, empty_view(), b"secret")
+    assembly = build(loaded, PoolStore().view, b"secret")
     assert {name: producer.provides for name, producer in assembly.producers} == {
         "approx-prefix-cache-producer": (FactKey(PREFIX_MATCH, "approx-prefix-cache-producer"),),
         "cpu-prefix-cache-producer": (FactKey(PREFIX_MATCH, "cpu-prefix-cache-producer"),),

@@ -1,0 +1,105 @@
+"""Streamed chats and plain requests through the running `warmroute serve`: CPU of its process alone."""
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc.aio
+from grpc.aio import EOF
+
+from benchmarks.rows import traffic
+from benchmarks.rows.answers import JSON, SSE
+from benchmarks.rows.children import Serve, page_server, serve
+from benchmarks.rows.machine import process_cpu_s
+from benchmarks.rows.timing import Effort, Result
+from epp import names
+from epp.wire.ext_proc_pb2 import ProcessingResponse
+
+ENDPOINTS = 8
+STREAMS = 32
+Call = grpc.aio.StreamStreamCall
+NO_SCRAPING = "--refresh-metrics-interval=300s"
+
+
+def through_grpcio(effort: Effort) -> list[Result]:
+    """Closed loop, 32 streams at a time from one client process, as fast as it can; pages are not scraped."""
+    count = max(2, effort.inner * 2)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        page_server(ENDPOINTS) as ports,
+        serve(Path(folder), ports, NO_SCRAPING) as picker,
+    ):
+        plain = asyncio.run(_sampled(picker, effort, count * 2, [traffic.plain_answer()], JSON, False))
+        ahead = asyncio.run(_sampled(picker, effort, count, traffic.sse_chunks(), SSE, False))
+        step = asyncio.run(_sampled(picker, effort, count, traffic.sse_chunks(), SSE, True))
+    return [
+        Result("1 kB request, plain answer, everything, grpcio", "us", 350.0, plain),
+        Result(
+            "one streamed chat of 100 chunks, everything, grpcio",
+            "ms",
+            1.6,
+            tuple(sample / 1000 for sample in ahead),
+            detail={"us_a_chunk": (min(ahead) - min(plain)) / traffic.CHUNKS},
+        ),
+        Result(
+            "the same, each chunk sent after the reply to the one before, grpcio",
+            "ms",
+            None,
+            tuple(sample / 1000 for sample in step),
+        ),
+    ]
+
+
+async def _sampled(
+    picker: Serve, effort: Effort, count: int, chunks: list[bytes], content_type: str, lockstep: bool
+) -> tuple[float, ...]:
+    """CPU microseconds of the picker a request; one sample a repeat."""
+    chats = traffic.Chats(1000, seed=31)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{picker.grpc_port}") as channel:
+        process = channel.stream_stream(names.EXT_PROC_METHOD)
+
+        async def one(number: int) -> None:
+            request = traffic.request_messages(next(chats), number)
+            await _exchange(process(), request, chunks, content_type, lockstep)
+
+        await _at_a_time(one, min(count, STREAMS))
+        samples = []
+        for _ in range(effort.repeats):
+            before_s = process_cpu_s(picker.pid)
+            await _at_a_time(one, count)
+            samples.append((process_cpu_s(picker.pid) - before_s) / count * 1e6)
+    return tuple(samples)
+
+
+async def _at_a_time(one: Callable[[int], Awaitable[None]], count: int) -> None:
+    numbers = iter(range(count))
+
+    async def worker() -> None:
+        for number in numbers:
+            await one(number)
+
+    async with asyncio.TaskGroup() as workers:
+        for _ in range(STREAMS):
+            workers.create_task(worker())
+
+
+async def _exchange(
+    call: Call, request: list[bytes], chunks: list[bytes], content_type: str, lockstep: bool
+) -> None:
+    """One request as a proxy makes it: what is sent back is read, and the stream reset when all is through."""
+    for message in request:
+        await call.write(message)
+    reply = ProcessingResponse.FromString(await call.read())
+    fields = reply.dynamic_metadata.fields[names.LB_NAMESPACE].struct_value.fields
+    served = fields[names.DESTINATION_ENDPOINT].string_value
+    await call.read()
+    for message in traffic.answer_messages(chunks, served, content_type):
+        await call.write(message)
+        if lockstep:
+            await call.read()
+    if not lockstep:
+        for _ in range(len(chunks) + 2):
+            if await call.read() is EOF:
+                raise RuntimeError("the picker ended the stream before the answer was through")
+    call.cancel()

@@ -1,0 +1,327 @@
+"""The line from a proxy's messages to the picker's replies, in one process: codec, exchange, director.
+
+Everything between the bytes that come in and the bytes that go out is the real thing, put together from a
+configuration file. Scraped facts are set as a scrape would set them.
+"""
+
+import importlib.util
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from random import Random
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from epp.config.load import build, default_config, load_config
+from epp.director import Director, Plugins, Refusal
+from epp.errors import RequestError
+from epp.extproc import codec
+from epp.extproc.exchange import Exchange
+from epp.extproc.limits import BodyBudget, Limits
+from epp.extproc.records import (
+    BodyMode,
+    Closed,
+    Edited,
+    Event,
+    Finish,
+    Headers,
+    Modes,
+    Observe,
+    Refused,
+    RequestChunk,
+    RequestHeaders,
+    ResponseChunk,
+    ResponseHeaders,
+    Route,
+    Routed,
+    Send,
+)
+from epp.pool.ledger import InflightLedger
+from epp.pool.metrics_page import EngineSample
+from epp.pool.records import Endpoint
+from epp.pool.store import FIRST_CAPACITY, PoolStore
+from epp.runtime.metrics import Metrics
+from epp.runtime.recorder import RuntimeRecorder
+from epp.scheduling.records import AnswerHeaders
+
+FULL_DUPLEX = Modes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
+BUFFERED = Modes(BodyMode.BUFFERED, BodyMode.BUFFERED)
+JSON = "application/json"
+SSE = "text/event-stream"
+
+
+def _script() -> ModuleType:
+    """The notation of the exchange's conformance scripts: events to wire bytes, wire bytes to dicts."""
+    name = "extproc_script"
+    if name not in sys.modules:
+        path = Path(__file__).parents[1] / "extproc" / "script.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+script = _script()
+
+
+class P(NamedTuple):
+    """What one endpoint's metrics page says, and where the endpoint is."""
+
+    waiting: float = 0
+    kv_usage: float = 0.0
+    host_port: str = ""
+
+
+class Line:
+    """A picker over endpoints 192.168.1.1:8000, 192.168.1.2:8000 ..."""
+
+    def __init__(
+        self,
+        *pods: P,
+        config: str | None = None,
+        sample: EngineSample | None = None,
+        use_subset: bool = True,
+    ) -> None:
+        """`sample`: what all pages say besides (block size, cache size)."""
+        self.now = 100.0
+        self.budget = BodyBudget(Limits().held_bytes)
+        self.ledger = InflightLedger(FIRST_CAPACITY, strict=True)
+        self.store = PoolStore(busy=self.ledger.busy)
+        loaded = default_config() if config is None else load_config(config, "config.yaml")
+        self.assembly = build(loaded, self.store.view, secret=b"secret")
+        for member in self.assembly.members:
+            self.store.add_member(member)
+        self.metrics = Metrics("pool", ("", ""))
+        self.director = Director(
+            self.store,
+            self.ledger,
+            Plugins(
+                self.assembly.handler,
+                tuple(producer for _, producer in self.assembly.producers),
+                self.assembly.placed,
+                self.assembly.answered,
+            ),
+            RuntimeRecorder(self.metrics),
+            Random(7),
+            max_body_bytes=Limits().body_bytes,
+            use_subset=use_subset,
+        )
+        self._made_ids = count(1)
+        self.store.sync([endpoint(pod.host_port or address(i)) for i, pod in enumerate(pods)], self.now)
+        self.ledger.resize(self.store.view.capacity)
+        self.scrape(*pods, sample=sample)
+
+    def scrape(self, *pods: P, sample: EngineSample | None = None) -> None:
+        """The endpoints' pages were read, in order of the pods."""
+        more = sample or EngineSample()
+        for (slot, _), pod in zip(self.store.roster, pods, strict=True):
+            told = EngineSample(
+                waiting=pod.waiting,
+                running=0.0,
+                kv_usage=pod.kv_usage,
+                block_size=more.block_size,
+                cache_tokens=more.cache_tokens,
+            )
+            self.store.sampled(slot, told, self.now)
+        for plugin in self.assembly.refreshed:
+            plugin.refresh(self.now)
+
+    def stream(self) -> "Stream":
+        """One HTTP request as the proxy tells of it."""
+        exchange = Exchange(self.budget, Limits(), lambda: f"made-{next(self._made_ids)}")
+        return Stream(self, exchange)
+
+    def ask(self, *body: bytes, **request: Any) -> "Stream":
+        """A request whose body comes in these pieces; without any, a request without a body."""
+        stream = self.stream()
+        stream.request(*body, **request)
+        return stream
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        """The value of one series of the picker's own metrics page."""
+        return self.metrics.registry.get_sample_value(f"llm_d_epp_{name}", labels)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is charged, held or in flight."""
+        load = self.ledger.total_requests + self.ledger.total_prefill_tokens
+        return load == 0 and self.budget.used == 0 and self.director.in_flight == 0
+
+
+class Stream:
+    """One ext-proc stream. `replies` are in the notation of the exchange's conformance scripts."""
+
+    def __init__(self, line: Line, exchange: Exchange) -> None:
+        self.line = line
+        self.wire: list[bytes] = []
+        self.replies: list[dict[str, Any]] = []
+        self.finished = False
+        self._exchange = exchange
+
+    # -- what the proxy says ----------------------------------------------------------------------
+
+    def request(
+        self,
+        *body: bytes,
+        method: str = "POST",
+        path: str = "/v1/completions",
+        headers: dict[str, str] | None = None,
+        subset: Sequence[str] | None = None,
+        modes: Modes = FULL_DUPLEX,
+    ) -> None:
+        """Headers, then the pieces of the body; the subset hint comes with each message."""
+        hint = None if subset is None else tuple(subset)
+        fields = {":method": method, ":path": path, "content-type": JSON, **(headers or {})}
+        self.say(RequestHeaders(self.line.now, _encoded(fields), not body, hint, modes))
+        for number, piece in enumerate(body, 1):
+            self.say(RequestChunk(self.line.now, piece, number == len(body), hint))
+
+    def answer(
+        self,
+        *body: bytes,
+        status: int = 200,
+        content_type: str = JSON,
+        served: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        """The engine's answer, in these pieces."""
+        fields = {":status": str(status), "content-type": content_type, **(headers or {})}
+        self.say(ResponseHeaders(self.line.now, _encoded(fields), not body, served))
+        for number, piece in enumerate(body, 1):
+            self.say(ResponseChunk(self.line.now, piece, number == len(body)))
+
+    def close(self, *, error: bool = False) -> None:
+        self._perform(Closed(self.line.now, error))
+
+    def say(self, event: Event) -> None:
+        """One message of the proxy, as bytes."""
+        self._perform(codec.decode(script.to_wire(event), self.line.now))
+
+    # -- what the picker said ---------------------------------------------------------------------
+
+    @property
+    def destination(self) -> str | None:
+        """Header and metadata of the one reply that carries the pick."""
+        picks = [reply["destination"] for reply in self.replies if reply.get("destination")]
+        assert len(picks) <= 1
+        return picks[0] if picks else None
+
+    @property
+    def pod(self) -> int:
+        """Index of the picked endpoint."""
+        assert self.destination is not None
+        return int(self.destination.rpartition(".")[2].partition(":")[0]) - 1
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """Edits of the request's headers."""
+        (reply,) = [one for one in self.replies if one.get("destination")]
+        return reply
+
+    @property
+    def answer_head(self) -> dict[str, Any]:
+        """Edits of the answer's headers."""
+        (reply,) = [one for one in self.replies if one.get("headers") == "response"]
+        return reply
+
+    def pieces(self, direction: str) -> list[tuple[bytes, bool]]:
+        """Pieces of a body as sent on, each with whether it ends the body."""
+        return [
+            (reply["content"], reply["eos"]) for reply in self.replies if reply.get("streamed") == direction
+        ]
+
+    def body(self, direction: str) -> bytes:
+        """A body as sent on; it must have ended exactly once, at its end."""
+        pieces = self.pieces(direction)
+        assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
+        return b"".join(content for content, _ in pieces)
+
+    @property
+    def refusal(self) -> tuple[int, str, dict[str, str]]:
+        """Status, message and headers of the answer the picker gave itself; nothing else was said."""
+        (reply,) = self.replies
+        return reply["immediate"], reply["message"], reply["headers"]
+
+    # -- between ----------------------------------------------------------------------------------
+
+    def _perform(self, event: Event) -> None:
+        inbox: deque[Event] = deque([event])
+        while inbox:
+            for effect in self._exchange.receive(inbox.popleft()):
+                match effect:
+                    case Send(reply):
+                        self.wire.append(codec.encode(reply))
+                        self.replies.append(script.show_wire(self.wire[-1]))
+                    case Route(raw):
+                        inbox.append(self._route(raw))
+                    case Observe(ticket, fact):
+                        edits = self.line.director.observe(ticket, fact, self.line.now)
+                        if isinstance(fact, AnswerHeaders):
+                            inbox.append(Edited(self.line.now, edits))
+                    case Finish():
+                        assert not self.finished
+                        self.finished = True
+
+    def _route(self, raw: Any) -> Routed | Refused:
+        director, now = self.line.director, self.line.now
+        try:
+            prepared = director.prepare(raw, now)
+            placed = director.submit(prepared, now)
+        except RequestError as error:
+            return Refused(now, error)
+        if isinstance(placed, Refusal):
+            return Refused(now, placed.error)
+        request = prepared.request
+        return Routed(
+            now,
+            placed,
+            request.api,
+            request.model,
+            request.target_model,
+            prepared.body,
+            prepared.remove_headers,
+        )
+
+
+def address(index: int) -> str:
+    return f"192.168.1.{index + 1}:8000"
+
+
+def endpoint(host_port: str) -> Endpoint:
+    host, _, port = host_port.rpartition(":")
+    return Endpoint(host_port, f"pod-{host_port}", "default", host.strip("[]"), int(port))
+
+
+def _encoded(fields: dict[str, str]) -> Headers:
+    return tuple((name, value.encode()) for name, value in fields.items())
+
+
+def profile(*uses: str, picker: str = "") -> str:
+    """A configuration whose one profile has these scorers, `type` or `type=weight`."""
+    types = [use.partition("=")[0] for use in uses]
+    references = [
+        f"  - pluginRef: {use.partition('=')[0]}" + (f"\n    weight: {use.partition('=')[2]}" * ("=" in use))
+        for use in uses
+    ]
+    lines = [
+        "apiVersion: llm-d.ai/v1alpha1",
+        "kind: EndpointPickerConfig",
+        "plugins:",
+        *(f"- type: {name}" for name in types),
+        *([picker] if picker else []),
+        "schedulingProfiles:",
+        "- name: default",
+        "  plugins:",
+        *references,
+        *(["  - pluginRef: max-score-picker"] if picker else []),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+WEIGHTS_ONE = profile("queue-scorer", "kv-cache-utilization-scorer", "prefix-cache-scorer")
+Pick = Callable[..., Stream]

@@ -1,0 +1,292 @@
+"""The loader: what a file may say, what it gets by default, and what is wrong with it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from epp.config.decode import MAX_PROBLEMS
+from epp.config.load import default_config, load_config
+from epp.config.loaded import LoadedConfig, Origin
+from epp.config.schema import Duration, Quantity
+from epp.errors import ConfigError
+
+DATA = Path(__file__).parents[1] / "data" / "config" / "tables"
+HEAD = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
+
+
+def load(**sections: Any) -> LoadedConfig:
+    return load_config(yaml.safe_dump({**HEAD, **sections}, sort_keys=False), "file")
+
+
+def problems(**sections: Any) -> list[tuple[str, str]]:
+    with pytest.raises(ConfigError) as caught:
+        load(**sections)
+    return [(problem.path, problem.message) for problem in caught.value.problems]
+
+
+def plugins(*blocks: Any) -> list[dict[str, Any]]:
+    return [block if isinstance(block, dict) else {"type": block} for block in blocks]
+
+
+def profile(name: str, *refs: Any) -> dict[str, Any]:
+    uses = [ref if isinstance(ref, tuple) else (ref, None) for ref in refs]
+    return {
+        "name": name,
+        "plugins": [
+            {"pluginRef": ref} | ({} if weight is None else {"weight": weight}) for ref, weight in uses
+        ],
+    }
+
+
+def choice(loaded: LoadedConfig) -> dict[str, list[tuple[str, float]]]:
+    return {each.name: [(use.name, use.weight) for use in each.plugins] for each in loaded.profiles}
+
+
+# -- defaults ---------------------------------------------------------------------------------------
+
+DEFAULT = {
+    "default": [
+        ("queue-scorer", 2.0),
+        ("kv-cache-utilization-scorer", 2.0),
+        ("prefix-cache-scorer", 3.0),
+        ("max-score-picker", 1.0),
+    ]
+}
+
+
+def test_no_file() -> None:
+    loaded = default_config()
+    assert choice(loaded) == DEFAULT
+    assert (loaded.handler, loaded.discovery) == ("single-profile-handler", None)
+    assert loaded.producers == ("approx-prefix-cache-producer",)
+    assert (loaded.metrics_source, loaded.extractor) == ("metrics-data-source", "core-metrics-extractor")
+    assert {plugin.origin for plugin in loaded.plugins} == {Origin.DEFAULT}
+    assert loaded.warnings == ()
+
+
+def test_a_file_that_says_nothing_gets_the_same() -> None:
+    assert choice(load()) == DEFAULT
+
+
+def test_a_file_that_leaves_the_choice_alone_gets_the_same() -> None:
+    discovery = {"type": "file-discovery", "parameters": {"path": "/x.yaml"}}
+    loaded = load(plugins=[discovery], dataLayer={"discovery": {"pluginRef": "file-discovery"}})
+    assert choice(loaded) == DEFAULT
+    assert loaded.discovery == "file-discovery"
+
+
+def test_no_profile_means_one_with_everything() -> None:
+    loaded = load(plugins=plugins("kv-cache-utilization-scorer", {"name": "q", "type": "queue-scorer"}))
+    assert choice(loaded) == {
+        "default": [("kv-cache-utilization-scorer", 1.0), ("q", 1.0), ("max-score-picker", 1.0)]
+    }
+
+
+def test_weights_default_to_one_and_may_be_zero() -> None:
+    loaded = load(
+        plugins=plugins("queue-scorer", "kv-cache-utilization-scorer"),
+        schedulingProfiles=[profile("p", "queue-scorer", ("kv-cache-utilization-scorer", 0))],
+    )
+    assert choice(loaded)["p"][:2] == [("queue-scorer", 1.0), ("kv-cache-utilization-scorer", 0.0)]
+
+
+def test_a_defined_picker_handler_source_and_extractor_are_used() -> None:
+    loaded = load(
+        plugins=plugins(
+            "queue-scorer",
+            {"name": "three", "type": "max-score-picker", "parameters": {"maxNumOfEndpoints": 3}},
+            {"name": "h", "type": "single-profile-handler"},
+            {
+                "name": "m",
+                "type": "metrics-data-source",
+                "parameters": {"scheme": "https", "interval": "200ms"},
+            },
+            {"name": "e", "type": "core-metrics-extractor"},
+        ),
+        schedulingProfiles=[profile("p", "three", "queue-scorer")],
+    )
+    assert (loaded.handler, loaded.metrics_source, loaded.extractor) == ("h", "m", "e")
+    assert choice(loaded) == {"p": [("three", 1.0), ("queue-scorer", 1.0)]}
+    assert {plugin.name for plugin in loaded.plugins} == {"queue-scorer", "three", "h", "m", "e"}
+
+
+def test_a_missing_default_producer_is_made() -> None:
+    loaded = load(plugins=plugins("prefix-cache-scorer"))
+    assert loaded.producers == ("approx-prefix-cache-producer",)
+
+
+def test_a_producer_of_the_default_name_is_used() -> None:
+    block = {"type": "approx-prefix-cache-producer", "parameters": {"lruCapacityPerServer": 7}}
+    loaded = load(plugins=plugins("prefix-cache-scorer", block))
+    (producer,) = [plugin for plugin in loaded.plugins if plugin.name == loaded.producers[0]]
+    assert producer.params.lru_capacity_per_server == 7  # type: ignore[attr-defined]
+
+
+def test_token_producer_estimates() -> None:
+    load(plugins=plugins("token-producer"))
+    load(plugins=plugins({"type": "token-producer", "parameters": {"estimate": {}}}))
+
+
+# -- warnings ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"apiVersion": "inference.networking.x-k8s.io/v1alpha1"}, "use llm-d.ai/v1alpha1"),
+        ({"flowControl": {"maxBytes": "10Gi"}}, "$.flowControl is ignored"),
+        ({"flowControl": {}}, "$.flowControl is ignored"),
+        ({"saturationDetector": {"pluginRef": "utilization-detector"}}, "$.flowControl.saturationDetector"),
+        ({"featureGates": ["haPopulateNonLeaderDatastore=false"]}, "has no effect"),
+        ({"plugins": [{"type": "file-discovery", "parameters": {"path": "x"}}]}, "discovery is not used"),
+        ({"plugins": plugins("max-score-picker")}, "profile default has no scorer"),
+        (
+            {
+                "plugins": plugins("queue-scorer", "max-score-picker"),
+                "schedulingProfiles": [profile("p", "queue-scorer", ("max-score-picker", 2))],
+            },
+            "$.schedulingProfiles[0].plugins[1].weight has no effect: max-score-picker is a picker",
+        ),
+        (
+            {
+                "plugins": plugins("queue-scorer", "kv-cache-utilization-scorer"),
+                "schedulingProfiles": [profile("p", "queue-scorer")],
+            },
+            "$.plugins[1]: kv-cache-utilization-scorer is not used",
+        ),
+    ],
+)  # fmt: skip
+def test_warnings(sections: dict[str, Any], expected: str) -> None:
+    (warning,) = load(**sections).warnings
+    assert expected in warning
+
+
+@pytest.mark.parametrize("gates", [["flowControl=false"], ["haPopulateNonLeaderDatastore"], []])
+def test_gates_that_change_nothing(gates: list[str]) -> None:
+    assert load(featureGates=gates).warnings == ()
+
+
+# -- problems ---------------------------------------------------------------------------------------
+
+PROBLEMS = yaml.safe_load((DATA / "problems.yaml").read_text())
+
+
+@pytest.mark.parametrize("row", PROBLEMS, ids=lambda row: row["path"])
+def test_problem(row: dict[str, Any]) -> None:
+    ((path, message),) = problems(**row["file"])
+    assert path == row["path"]
+    assert row["says"] in message
+    assert "(line " in message
+
+
+def test_default_policies_may_be_referred_to_by_type() -> None:
+    load(
+        flowControl={
+            "saturationDetector": {"pluginRef": "utilization-detector"},
+            "defaultPriorityBand": {"fairnessPolicyRef": "round-robin-fairness-policy"},
+        }
+    )
+
+
+def test_several_profiles_need_another_handler() -> None:
+    both = {
+        "plugins": plugins("queue-scorer"),
+        "schedulingProfiles": [profile("a", "queue-scorer"), profile("b")],
+    }
+    ((path, message),) = problems(**both)
+    assert path == "$.schedulingProfiles"
+    assert "2 profiles, but single-profile-handler runs exactly one" in message
+
+
+def test_every_bad_block_is_listed_at_once_in_the_order_of_the_file() -> None:
+    found = problems(
+        featureGates=["x"],
+        plugins=plugins(
+            "queue-scorrer",
+            {"type": "prefix-cache-scorer", "parameters": {"matchLengthWeight": 5, "other": 1}},
+            {"name": "x"},
+            "lora-affinity-scorer",
+            {"type": "metrics-data-source", "parameters": {"scheme": "x", "port": 1}},
+        ),
+        schedulingProfiles=[profile("p", "nowhere")],
+        dataLayer={"discovery": {"pluginRef": "nobody"}},
+    )
+    assert [path for path, _ in found] == [
+        "$.featureGates[0]",
+        "$.plugins[0].type",
+        "$.plugins[1].parameters.matchLengthWeight",
+        "$.plugins[1].parameters.other",
+        "$.plugins[2].type",
+        "$.plugins[3].type",
+        "$.plugins[4].parameters.scheme",
+        "$.plugins[4].parameters.port",
+        "$.schedulingProfiles[0].plugins[0].pluginRef",
+        "$.dataLayer.discovery.pluginRef",
+    ]
+
+
+def test_a_file_full_of_faults_ends() -> None:
+    found = problems(plugins=plugins(*[f"type-{number}" for number in range(500)]))
+    assert len(found) == MAX_PROBLEMS + 1
+    assert found[-1] == ("", "and more; only the first are listed")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "empty: expected apiVersion: llm-d.ai/v1alpha1, kind: EndpointPickerConfig"),
+        ("# only a comment", "empty: expected apiVersion"),
+        ("null", "empty: expected apiVersion"),
+        ("- a", "expected a mapping with apiVersion"),
+        ("hello", "expected a mapping with apiVersion"),
+        ("3", "expected a mapping with apiVersion"),
+        ("{}", r"\$.apiVersion: missing, and required"),
+        (b"\xff\xfe", "not UTF-8"),
+    ],
+)
+def test_not_a_configuration(text: str | bytes, expected: str) -> None:
+    with pytest.raises(ConfigError, match=f"^file.yaml: .*{expected}"):
+        load_config(text, "file.yaml")
+
+
+# -- units ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("200ms", 0.2), ("5s", 5), ("1m30s", 90), ("1.5h", 5400), ("0s", 0), ("0", 0), (0, 0), ("10us", 1e-5)],
+)
+def test_duration(text: object, seconds: float) -> None:
+    assert Duration.parse(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "s", "-1s", "5 s", "1s2", "5S", 5, None, True, False, [], "9" * 99 + "s"]
+)
+def test_no_duration(text: object) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        Duration.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        (0, 0),
+        (5000, 5000),
+        ("5000", 5000),
+        ("1k", 1000),
+        ("10Gi", 10 * 2**30),
+        ("1.5Ki", 1536),
+        ("1G", 10**9),
+    ],
+)
+def test_quantity(text: object, number: int) -> None:
+    assert Quantity.parse(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "k", "-1", -1, "1.5", 1.5, "1K", "1 k", None, True, {}, "1" * 40])
+def test_no_quantity(text: object) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        Quantity.parse(text)
