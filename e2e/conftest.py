@@ -4,9 +4,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from e2e.pages import FLAGS, complaints, settled
 from e2e.questions import MODEL
 from epp.lab.envoy import find_envoy
-from epp.lab.stack import LabEngines
+from epp.lab.stack import Gateway, LabEngines
 from epp.lab.workload import Fleet
 
 # Fast enough that no test waits for them, slow enough that a stream of a hundred tokens can be caught midway.
@@ -32,3 +33,15 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab
     """Lab engines for tests that leave them as they were."""
     async with LabEngines(FLEET, MODEL, tmp_path_factory.mktemp("engines")) as engines:
         yield engines
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def gateway(
+    engines: LabEngines, envoy: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Gateway]:
+    """A picker that logs all it can, in front of `engines`, for tests that leave it as it was."""
+    folder = tmp_path_factory.mktemp("gateway")
+    async with Gateway(engines.addresses, folder, envoy, picker_flags=(*FLAGS, "-v=4")) as gateway:
+        yield gateway
+        await settled(gateway.pickers[0])
+        assert complaints(gateway.pickers[0]) == []

@@ -2,12 +2,14 @@
 
 import asyncio
 import itertools
-import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from openai import AsyncOpenAI
+
+from e2e.pages import until
 from e2e.questions import Outcome, Question, ask, openai_client
 
 
@@ -19,7 +21,7 @@ class Load:
     """
 
     url: str
-    lanes: int = 16
+    lanes: int = 8
     output_tokens: int = 12
     outcomes: list[Outcome] = field(default_factory=list)
     _stop: bool = False
@@ -41,12 +43,13 @@ class Load:
         finally:
             await self._exit.aclose()
 
-    async def _lane(self, lane: int, client: object) -> None:
+    async def _lane(self, lane: int, client: AsyncOpenAI) -> None:
         for turn in itertools.count():
             if self._stop:
                 return
             prompt = f"lane {lane}, turn {turn}: " + "the same words in every turn of it " * 20
-            outcome = await ask(client, Question(f"load-{lane}-{turn}", prompt, self.output_tokens, turn % 2 == 0))
+            question = Question(f"load-{lane}-{turn}", prompt, self.output_tokens, stream=turn % 2 == 0)
+            outcome = await ask(client, question)
             self.outcomes.append(outcome)
             if outcome.error is not None:
                 await asyncio.sleep(0.02)
@@ -54,12 +57,7 @@ class Load:
     async def answered(self, count: int) -> None:
         """Wait until so many more requests have ended, whatever became of them."""
         wanted = len(self.outcomes) + count
-        while len(self.outcomes) < wanted:
-            await asyncio.sleep(0.02)
+        await until(lambda: len(self.outcomes) >= wanted, f"{count} more requests ended")
 
     def begun_after(self, at_s: float, before_s: float = float("inf")) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if at_s <= outcome.started_s < before_s]
-
-
-def now() -> float:
-    return time.monotonic()

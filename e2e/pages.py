@@ -21,7 +21,7 @@ GAUGES_EVERY_S = 0.2
 FLAGS = (f"--refresh-prometheus-metrics-interval={GAUGES_EVERY_S * 1000:g}ms",)
 """Flags of a picker whose gauges are read by tests."""
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 Figures = Mapping[str, list[float]]
 
@@ -77,10 +77,12 @@ async def idle(engines: LabEngines) -> None:
 async def decisions(picker: Picker, last: int = 256, **query: str) -> dict[str, str]:
     """Address that each of the last requests was sent to, by request id."""
     url = picker.admin_url + DECISIONS_PATH
-    async with aiohttp.ClientSession() as session:
-        async with session.get(url, params={"last": str(last), **query}) as answer:
-            assert answer.status == 200, await answer.text()
-            found = await answer.json()
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(url, params={"last": str(last), **query}) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
+        found = await answer.json()
     return {each["request_id"]: each["legs"][0]["chosen"][0] for each in reversed(found)}
 
 

@@ -1,4 +1,4 @@
-"""Engines die under load: who is answered is answered right, who is not was on a dead engine, nothing stays."""
+"""Engines die under load: each answer that comes is right, each that fails was on a dead engine."""
 
 import asyncio
 import random

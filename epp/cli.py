@@ -1,16 +1,17 @@
 """The `warmroute` command."""
 
+import builtins
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import click
 import msgspec
 
 from epp.errors import ConfigError, WarmrouteError
-from epp.runtime.options import Duration, Options
+from epp.runtime.options import Duration, FlagSpec, Options, flags
 
 _TRUE, _FALSE = ("1", "t", "T", "true", "TRUE", "True"), ("0", "f", "F", "false", "FALSE", "False")
 
@@ -34,10 +35,11 @@ class GoInt(click.ParamType[int]):
     name = "int"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value).removeprefix("=")
         try:
-            return int(value.removeprefix("=") if isinstance(value, str) else value)
+            return int(text)
         except ValueError:
-            return self.fail(f"{value!r} is not a whole number", param, ctx)
+            return self.fail(f"{text!r} is not a whole number", param, ctx)
 
 
 class GoDuration(click.ParamType[Duration]):
@@ -52,30 +54,22 @@ class GoDuration(click.ParamType[Duration]):
             return self.fail(str(error), param, ctx)
 
 
-def _go_duration(value: Duration) -> str:
-    return f"{value * 1000:g}ms" if value < 1 else f"{value:g}s"
-
-
-def _option(field: msgspec.structs.FieldInfo, hint: Any) -> click.Option:
-    """One field of `Options` as a flag."""
-    kind, meta = get_args(hint)
-    flag = "-v" if field.name == "v" else "--" + field.name.replace("_", "-")
-    shared: dict[str, Any] = {"help": meta.description, "default": field.default, "show_default": True}
-    if kind is bool:
-        return click.Option([flag, field.name], type=GoBool(), is_flag=False, flag_value="true", **shared)
-    if kind is int:
-        return click.Option([flag, field.name], type=GoInt(), **shared)
-    if kind is Duration:
-        shared["show_default"] = _go_duration(field.default)
-        return click.Option([flag, field.name], type=GoDuration(), **shared)
-    if kind is str:
-        return click.Option([flag, field.name], **{**shared, "show_default": field.default or "empty"})
-    return click.Option([flag, field.name], multiple=True, help=meta.description)
-
-
-def _serve_options() -> list[click.Parameter]:
-    hints = get_type_hints(Options, include_extras=True)
-    return [_option(field, hints[field.encode_name]) for field in msgspec.structs.fields(Options)]
+def _option(flag: FlagSpec) -> click.Option:
+    # click would put the default, written the Go way, into parentheses.
+    text = f"{flag.help}  [default: {flag.shown_default}]" if flag.shown_default else flag.help
+    shared: dict[str, Any] = {"help": text, "default": flag.default}
+    match flag.kind:
+        case builtins.bool:
+            shared |= {"type": GoBool(), "is_flag": False, "flag_value": "true"}
+        case builtins.int:
+            shared["type"] = GoInt()
+        case builtins.str:
+            shared["type"] = str
+        case _ if flag.kind is Duration:
+            shared["type"] = GoDuration()
+        case _:
+            shared = {"help": text, "multiple": True}
+    return click.Option([*flag.names, flag.field], **shared)
 
 
 def run(action: Callable[[], None]) -> None:
@@ -88,46 +82,42 @@ def run(action: Callable[[], None]) -> None:
     except WarmrouteError as error:
         click.echo(f"warmroute: {error}", err=True)
         sys.exit(1)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         click.echo(f"warmroute: {error.strerror or error}", err=True)
         sys.exit(1)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(package_name="warmroute")
+@click.version_option(package_name="warmroute", prog_name="warmroute")
 def main() -> None:
     """Endpoint picker for LLM inference behind Envoy."""
 
 
-def _serve(**flags: Any) -> None:
+def _serve(**values: Any) -> None:
+    # gRPC reads it when loaded. Its lines go to stderr past our format; what matters of them is in ours.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from epp.runtime import logs
     from epp.runtime.app import serve
 
-    options = Options(
-        **{**flags, "pool_namespace": flags["pool_namespace"] or os.environ.get("NAMESPACE", "default")}
-    )
+    values["pool_namespace"] = values["pool_namespace"] or os.environ.get("NAMESPACE", "default")
+    options = Options(**values)
 
     def action() -> None:
-        try:
-            logs.set_up(options.zap_encoder, options.v)
-        except ValueError as error:
-            raise ConfigError("command line", *_one(str(error))) from None
+        if problems := tuple(options.problems()):
+            raise ConfigError("command line", *problems)
+        logs.set_up(options.zap_encoder, options.v)
         serve(options)
 
     run(action)
-
-
-def _one(message: str) -> tuple[Any, ...]:
-    from epp.errors import Problem
-
-    return (Problem("", message),)
 
 
 main.add_command(
     click.Command(
         "serve",
         callback=_serve,
-        params=_serve_options(),
+        params=[_option(flag) for flag in flags()],
         help="Run the endpoint picker: the ext-proc service that Envoy asks for every request.",
         short_help="Run the endpoint picker.",
     )
@@ -221,4 +211,4 @@ def _example(name: str) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="warmroute")

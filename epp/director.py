@@ -75,7 +75,9 @@ class Recorder(Protocol):
 
     def plugin_failed(self, plugin: object, error: Exception) -> None: ...
 
-    def served_elsewhere(self, ticket: Ticket, served: str) -> None: ...
+    def served_elsewhere(self, ticket: Ticket, served: str, in_pool: bool) -> None:
+        """The proxy reports another endpoint (`address:port`) than the chosen one."""
+        ...
 
     def observed(self, prepared: Prepared, ticket: Ticket, fact: AnswerFact, now: float) -> None:
         """After the ledger and the plugins heard of it."""
@@ -248,12 +250,13 @@ class Director:
     def _headers(self, ticket: Ticket, fact: AnswerHeaders, now: float) -> None:
         ticket.status = fact.status
         ticket.streaming = fact.streaming
-        served = self._store.slot_of(fact.served) if fact.served else None
-        if served is not None and served != ticket.slot:
-            self._ledger.move(ticket.slot, served, ticket.prefill_tokens)
-            ticket.slot = served
-        elif served is None and fact.served:
-            self._recorder.served_elsewhere(ticket, fact.served)
+        if fact.served:
+            served = self._store.slot_of(fact.served)
+            if served != ticket.slot:
+                self._recorder.served_elsewhere(ticket, fact.served, served is not None)
+            if served is not None and served != ticket.slot:
+                self._ledger.move(ticket.slot, served, ticket.prefill_tokens)
+                ticket.slot = served
         if fact.status < 500:  # above, it may be the proxy's own answer about an endpoint it cannot reach
             self._store.answering(ticket.slot, now)
 

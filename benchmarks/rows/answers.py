@@ -13,6 +13,7 @@ from epp.extproc.records import Edited, Observe, Route, Routed, Send
 from epp.payload.records import Api
 from epp.runtime.app import App
 from epp.runtime.stream import Stream
+from epp.scheduling.records import Placement
 
 OTHER_BATCH = 20
 SSE = "text/event-stream; charset=utf-8"
@@ -44,7 +45,7 @@ def answer_chunk(effort: Effort) -> list[Result]:
     return [Result("one streamed answer chunk in exchange and codec", "us", 4.0, samples)]
 
 
-def _placement() -> picker.Placement:
+def _placement() -> Placement:
     director, _, _ = picker.director(1)
     prepared = director.prepare(traffic.raw_request(next(traffic.Chats(1000, seed=20)), 1), 0.0)
     return picker.placed(director.submit(prepared, 0.0))

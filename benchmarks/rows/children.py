@@ -24,7 +24,8 @@ def page_server(count: int) -> Iterator[list[int]]:
     """`count` ports of one other process that answer with a recorded page of vLLM."""
     command = [sys.executable, "-m", "benchmarks.rows.page_server", str(count), str(PAGE)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
             yield json.loads(process.stdout.readline())
         finally:
@@ -96,6 +97,6 @@ def _await_serving(process: "subprocess.Popen[bytes]", port: int, log: Path) -> 
             time.sleep(0.002)
             continue
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            if channel.unary_unary(f"/{names.HEALTH_SERVICE}/Check")(b"", timeout=5) == SERVING:
+            if channel.unary_unary(f"/{names.HEALTH_SERVICE}/Check", None, None)(b"", timeout=5) == SERVING:
                 return
     raise RuntimeError(f"the picker did not come up:\n{log.read_text()}")

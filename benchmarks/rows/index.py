@@ -3,10 +3,12 @@
 import gc
 import random
 import tracemalloc
+from functools import partial
 
 from benchmarks.rows.timing import Effort, Result, cpu_us
 from epp.kvcache.lru import LruRunIndex
 from epp.kvcache.runs import lengths
+from epp.pool.records import Ints
 
 ENDPOINTS = 100
 SYSTEM_PROMPTS, SYSTEM_BLOCKS = 20, 100
@@ -53,8 +55,8 @@ def lookups(effort: Effort) -> list[Result]:
         for slot, part in enumerate((1, 2, 3)):
             index.insert(chain[: depth // part], slot)
         unknown = fresh_keys(draw, depth)
-        hit = cpu_us(lambda c=chain: lengths(index.match(c), ENDPOINTS), effort)
-        miss = cpu_us(lambda c=unknown: lengths(index.match(c), ENDPOINTS), effort)
+        hit = cpu_us(partial(_look_up, index, chain), effort)
+        miss = cpu_us(partial(_look_up, index, unknown), effort)
         results.append(
             Result(
                 f"index look-up with lengths, {ENDPOINTS} endpoints, {depth} blocks",
@@ -65,6 +67,10 @@ def lookups(effort: Effort) -> list[Result]:
             )
         )
     return results
+
+
+def _look_up(index: LruRunIndex, chain: list[int]) -> Ints:
+    return lengths(index.match(chain), ENDPOINTS)
 
 
 def memory(effort: Effort) -> list[Result]:

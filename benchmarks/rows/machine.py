@@ -12,7 +12,9 @@ MIB = 1 << 20
 
 def describe() -> dict[str, str | int]:
     """Processor, cores, memory, kernel, Python and the libraries that a row spends its time in."""
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    models = [
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
+    ]
     clock = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("cpu MHz")]
     return {
         "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),

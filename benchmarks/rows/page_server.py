@@ -1,4 +1,6 @@
-"""Many engines' metrics pages on loopback, from one process: `python -m benchmarks.rows.page_server COUNT PAGE`.
+"""Many engines' metrics pages on loopback, from one process.
+
+    python -m benchmarks.rows.page_server COUNT PAGE
 
 Prints the ports, as a JSON list, when all are open; ends with its standard input.
 """

@@ -41,14 +41,15 @@ class NoRecorder:
     def plugin_failed(self, plugin: object, error: Exception) -> None:
         raise error
 
-    def served_elsewhere(self, ticket: Ticket, served: str) -> None: ...
+    def served_elsewhere(self, ticket: Ticket, served: str, in_pool: bool) -> None: ...
 
     def observed(self, prepared: Prepared, ticket: Ticket, fact: AnswerFact, now: float) -> None: ...
 
 
 def endpoints(count: int) -> list[Endpoint]:
     return [
-        Endpoint(f"uid-{n}", f"pod-{n}", "default", f"10.0.{n // 250}.{n % 250 + 1}", 8000) for n in range(count)
+        Endpoint(f"uid-{n}", f"pod-{n}", "default", f"10.0.{n // 250}.{n % 250 + 1}", 8000)
+        for n in range(count)
     ]
 
 
@@ -84,7 +85,13 @@ def director(count: int, recorder: Recorder | None = None) -> tuple[Director, Po
         assembly.answered,
     )
     made = Director(
-        store, ledger, plugins, recorder or NoRecorder(), random.Random(7), max_body_bytes=BODY_BYTES, use_subset=True
+        store,
+        ledger,
+        plugins,
+        recorder or NoRecorder(),
+        random.Random(7),
+        max_body_bytes=BODY_BYTES,
+        use_subset=True,
     )
     return made, store, assembly
 
@@ -106,7 +113,7 @@ def placed(outcome: Placement | Refusal) -> Placement:
 
 
 def end(made: Director, placements: Iterable[Placement], now: float) -> None:
-    """Answer each placed request as a streaming engine would; the report of usage agrees with the forecast."""
+    """Answer each placed request as a streaming engine would that does not tell what it had cached."""
     for placement in placements:
         served = placement.serving.endpoints[0].host_port
         made.observe(placement.ticket, AnswerHeaders(200, served, True), now)

@@ -1,4 +1,9 @@
-"""Memory of a whole picker whose index is full: `python -m benchmarks.rows.resident PAIRS` prints it as JSON."""
+"""Memory of a whole picker whose index is full.
+
+    python -m benchmarks.rows.resident PAIRS
+
+weighs one, itself, and prints the figures as JSON.
+"""
 
 import gc
 import json
@@ -45,7 +50,8 @@ def main(pairs: int) -> None:
     _fill(app, producer, pairs)
     gc.collect()
     print(
-        json.dumps({"pairs": producer.size, "empty_mib": empty_mib, "resident_mib": resident_mib()}), flush=True
+        json.dumps({"pairs": producer.size, "empty_mib": empty_mib, "resident_mib": resident_mib()}),
+        flush=True,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import grpc.aio
-from grpc.aio import EOF
+from grpc.aio import EOF  # type: ignore[attr-defined]  # the stubs do not have it
 
 from benchmarks.rows import traffic
 from benchmarks.rows.answers import JSON, SSE
@@ -18,7 +18,6 @@ from epp.wire.ext_proc_pb2 import ProcessingResponse
 
 ENDPOINTS = 8
 STREAMS = 32
-Call = grpc.aio.StreamStreamCall
 NO_SCRAPING = "--refresh-metrics-interval=300s"
 
 
@@ -57,11 +56,11 @@ async def _sampled(
     """CPU microseconds of the picker a request; one sample a repeat."""
     chats = traffic.Chats(1000, seed=31)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{picker.grpc_port}") as channel:
-        process = channel.stream_stream(names.EXT_PROC_METHOD)
+        process = channel.stream_stream(names.EXT_PROC_METHOD, None, None)
 
         async def one(number: int) -> None:
             request = traffic.request_messages(next(chats), number)
-            await _exchange(process(), request, chunks, content_type, lockstep)
+            await _exchange(process(None), request, chunks, content_type, lockstep)
 
         await _at_a_time(one, min(count, STREAMS))
         samples = []
@@ -85,12 +84,18 @@ async def _at_a_time(one: Callable[[int], Awaitable[None]], count: int) -> None:
 
 
 async def _exchange(
-    call: Call, request: list[bytes], chunks: list[bytes], content_type: str, lockstep: bool
+    call: "grpc.aio.StreamStreamCall[bytes, bytes]",
+    request: list[bytes],
+    chunks: list[bytes],
+    content_type: str,
+    lockstep: bool,
 ) -> None:
-    """One request as a proxy makes it: what is sent back is read, and the stream reset when all is through."""
+    """One request as a proxy makes it: all that comes back is read, then the stream is reset."""
     for message in request:
         await call.write(message)
-    reply = ProcessingResponse.FromString(await call.read())
+    first = await call.read()
+    assert isinstance(first, bytes)
+    reply = ProcessingResponse.FromString(first)
     fields = reply.dynamic_metadata.fields[names.LB_NAMESPACE].struct_value.fields
     served = fields[names.DESTINATION_ENDPOINT].string_value
     await call.read()

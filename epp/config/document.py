@@ -1,7 +1,8 @@
 """YAML text to plain values, each with the line it stands on.
 
-Stricter than YAML: one document, no duplicate keys, no aliases, no tags, bounded size and depth. Values are
-read from parser events without recursion: neither a nested nor a self-similar file costs more than its size.
+Stricter than YAML: one document, no duplicate keys, no tags, bounded size and depth. Values are read from
+parser events without recursion, so a nested file costs no more than its size. An alias stands for a copy of
+what it names, and copies count towards the bounds, so a self-similar file does not grow beyond them.
 """
 
 import re
@@ -108,65 +109,136 @@ class _Open:
 
 
 def _build(events: Iterator[Any], source: str) -> Document:
-    """Fold parser events into values with a stack of open collections."""
-    lines: dict[str, int] = {}
-    stack: list[_Open] = []
-    root: list[Any] = []
-    documents = 0
+    """Fold parser events into values."""
+    builder = _Builder(source)
     for event in events:
         match event:
             case yaml.DocumentStartEvent():
-                documents += 1
-                if documents > 1:
-                    raise _at(event, source, "a second YAML document; one is read")
+                builder.document(event)
             case yaml.AliasEvent():
-                raise _at(
-                    event, source, f"alias *{event.anchor}: aliases are not supported, write the value out"
-                )
+                builder.alias(event)
             case yaml.MappingEndEvent() | yaml.SequenceEndEvent():
-                stack.pop()
+                builder.end()
             case yaml.ScalarEvent() | yaml.MappingStartEvent() | yaml.SequenceStartEvent():
-                _take(event, source, stack, root, lines)
-    return Document(source, root[0] if root else None, lines)
+                builder.value(event)
+    return Document(source, builder.root[0] if builder.root else None, builder.lines)
 
 
-def _take(event: Any, source: str, stack: list[_Open], root: list[Any], lines: dict[str, int]) -> None:
-    """Put one value (or one key) where it belongs."""
-    if event.tag not in (None, "!"):
-        raise _at(event, source, f"tag {event.tag}: tags are not supported")
-    scalar = isinstance(event, yaml.ScalarEvent)
-    parent = stack[-1] if stack else None
-    if parent is not None and isinstance(parent.value, dict) and parent.key is None:
+class _Builder:
+    """Values with a stack of open collections.
+
+    Attributes:
+        root: the document's value, once it is there.
+        lines: see `Document`.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.root: list[Any] = []
+        self.lines: dict[str, int] = {}
+        self._source = source
+        self._stack: list[_Open] = []
+        self._documents = 0
+        self._anchored: dict[str, tuple[Any, str]] = {}
+        self._copied_characters = 0
+
+    def document(self, event: Any) -> None:
+        self._documents += 1
+        if self._documents > 1:
+            raise _at(event, self._source, "a second YAML document; one is read")
+
+    def end(self) -> None:
+        self._stack.pop()
+
+    def value(self, event: Any) -> None:
+        """Put one value (or one key) where it belongs."""
+        if event.tag not in (None, "!"):
+            raise _at(event, self._source, f"tag {event.tag}: tags are not supported")
+        scalar = isinstance(event, yaml.ScalarEvent)
+        if self._wants_key:
+            if not scalar:
+                raise _at(event, self._source, "a key must be a plain text")
+            self._key(event)
+            return
+        value: Any
+        if scalar:
+            value = _scalar(event, self._source)
+        else:
+            value = {} if isinstance(event, yaml.MappingStartEvent) else []
+        path = self._attach(value)
+        self._located(path, event.start_mark.line + 1, event)
+        if event.anchor:
+            self._anchored[event.anchor] = value, path
         if not scalar:
-            raise _at(event, source, "a key must be a plain text")
+            self._open(_Open(value, path), event)
+
+    def alias(self, event: Any) -> None:
+        """Put a copy of an anchored value where the alias stands."""
+        if self._wants_key:
+            raise _at(event, self._source, "a key must be a plain text")
+        found = self._anchored.get(event.anchor)
+        if found is None:
+            raise _at(event, self._source, f"alias *{event.anchor}: there is no &{event.anchor} before it")
+        value, path = found
+        if any(one.value is value for one in self._stack):
+            raise _at(event, self._source, f"alias *{event.anchor} stands in what it names")
+        self._attach_copy(value, path, event.start_mark.line + 1, event)
+
+    def _attach_copy(self, value: Any, path: str, line: int, event: Any) -> None:
+        """Copy what stands at `path`; its parts keep the lines of the original, where their text is."""
+        self._copied_characters += len(value) if isinstance(value, str) else 0
+        if self._copied_characters > MAX_BYTES:
+            raise _at(event, self._source, f"aliases repeat more than {MAX_BYTES} characters")
+        copy: Any = {} if isinstance(value, dict) else [] if isinstance(value, list) else value
+        opened = _Open(copy, self._attach(copy))
+        self._located(opened.path, line, event)
+        if copy is value:
+            return
+        self._open(opened, event)
+        if isinstance(value, dict):
+            for key, item in value.items():
+                opened.key = key
+                item_path = f"{path}.{key}"
+                self._attach_copy(item, item_path, self.lines[item_path], event)
+        else:
+            for index, item in enumerate(value):
+                item_path = f"{path}[{index}]"
+                self._attach_copy(item, item_path, self.lines[item_path], event)
+        self.end()
+
+    @property
+    def _wants_key(self) -> bool:
+        return bool(self._stack) and isinstance(self._stack[-1].value, dict) and self._stack[-1].key is None
+
+    def _key(self, event: Any) -> None:
+        parent = self._stack[-1]
         if event.value in parent.value:
-            raise _at(event, source, f"key {event.value[:60]!r} appears twice")
+            raise _at(event, self._source, f"key {event.value[:60]!r} appears twice")
         if len(event.value) > MAX_KEY:
-            raise _at(event, source, f"a key longer than {MAX_KEY} characters")
+            raise _at(event, self._source, f"a key longer than {MAX_KEY} characters")
         parent.key = event.value
-        return
-    value: Any = _scalar(event, source) if scalar else {} if isinstance(event, yaml.MappingStartEvent) else []
-    path = _attach(parent, root, value)
-    lines[path] = event.start_mark.line + 1
-    if len(lines) > MAX_VALUES:
-        raise _at(event, source, f"more than {MAX_VALUES} values")
-    if not scalar:
-        if len(stack) == MAX_DEPTH:
-            raise _at(event, source, f"nested deeper than {MAX_DEPTH} levels")
-        stack.append(_Open(value, path))
 
+    def _attach(self, value: Any) -> str:
+        """Add `value` to the innermost open collection and return its path."""
+        if not self._stack:
+            self.root.append(value)
+            return "$"
+        parent = self._stack[-1]
+        if isinstance(parent.value, list):
+            parent.value.append(value)
+            return f"{parent.path}[{len(parent.value) - 1}]"
+        key, parent.key = parent.key or "", None
+        parent.value[key] = value
+        return f"{parent.path}.{key}"
 
-def _attach(parent: _Open | None, root: list[Any], value: Any) -> str:
-    """Add `value` to its collection and return its path."""
-    if parent is None:
-        root.append(value)
-        return "$"
-    if isinstance(parent.value, list):
-        parent.value.append(value)
-        return f"{parent.path}[{len(parent.value) - 1}]"
-    key, parent.key = parent.key or "", None
-    parent.value[key] = value
-    return f"{parent.path}.{key}"
+    def _located(self, path: str, line: int, event: Any) -> None:
+        self.lines[path] = line
+        if len(self.lines) > MAX_VALUES:
+            raise _at(event, self._source, f"more than {MAX_VALUES} values")
+
+    def _open(self, opened: _Open, event: Any) -> None:
+        if len(self._stack) == MAX_DEPTH:
+            raise _at(event, self._source, f"nested deeper than {MAX_DEPTH} levels")
+        self._stack.append(opened)
 
 
 def plain_value(text: str) -> Any:

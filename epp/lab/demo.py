@@ -35,10 +35,16 @@ _TRACE_OUTPUT_TOKENS = 64
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """One policy's figures. `hit_ratio`: cached prompt tokens of all, as the engines counted them."""
+    """One policy's figures.
 
-    ttft_p50_ms: float
-    ttft_p90_ms: float
+    Attributes:
+        ttft_p50_ms, ttft_p90_ms: of the requests that were answered; None where none was.
+        hit_ratio: cached prompt tokens of all, as the engines counted them.
+        lag_p99_share: how late the engines' steps ended, as a part of a step.
+    """
+
+    ttft_p50_ms: float | None
+    ttft_p90_ms: float | None
     output_tokens_per_s: float
     hit_ratio: float
     requests: int
@@ -65,10 +71,10 @@ class Played:
         queries = sum(engine.query_tokens for engine in self.stats.engines)
         hits = sum(engine.hit_tokens for engine in self.stats.engines)
         output = sum(each.usage.output_tokens for each in self.answered if each.usage and not each.error)
-        p50, p90 = np.percentile(ttft_ms, (50, 90)) if len(ttft_ms) else (float("nan"), float("nan"))
+        p50, p90 = (_percentile(ttft_ms, percent) for percent in (50, 90))
         return Summary(
-            ttft_p50_ms=round(float(p50), 1),
-            ttft_p90_ms=round(float(p90), 1),
+            ttft_p50_ms=p50,
+            ttft_p90_ms=p90,
             output_tokens_per_s=round(output / self.duration_s, 1),
             hit_ratio=round(hits / queries, 4) if queries else 0.0,
             requests=len(self.answered),
@@ -76,6 +82,10 @@ class Played:
             requests_per_engine=[engine.requests for engine in self.stats.engines],
             lag_p99_share=self.stats.lag.p99_share,
         )
+
+
+def _percentile(values: Floats, percent: float) -> float | None:
+    return round(float(np.percentile(values, percent)), 1) if len(values) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +144,9 @@ async def _demo(
         f"each), [bold]{len(turns)} requests[/] through a real Envoy, twice."
     )
     async with AsyncExitStack() as exits:
-        stack = await exits.enter_async_context(Stack(fleet, workload.model, folder, envoy))
+        stack = await exits.enter_async_context(
+            Stack(fleet, workload.model, folder, envoy, engines_first=True)
+        )
         round_robin = await _play(stack, stack.round_robin_url, "round robin", workload, turns, console)
         await stack.engines.reset()
         warmroute = await _play(stack, stack.gateway_url, "Warmroute", workload, turns, console)
@@ -199,8 +211,8 @@ def _table(summaries: dict[str, Summary], best: float | None) -> Table:
     table.add_column("round robin", justify="right")
     table.add_column("Warmroute", justify="right")
     left, right = summaries["round_robin"], summaries["warmroute"]
-    table.add_row("TTFT p50, ms", f"{left.ttft_p50_ms:,.0f}", f"{right.ttft_p50_ms:,.0f}")
-    table.add_row("TTFT p90, ms", f"{left.ttft_p90_ms:,.0f}", f"{right.ttft_p90_ms:,.0f}")
+    table.add_row("TTFT p50, ms", _shown(left.ttft_p50_ms), _shown(right.ttft_p50_ms))
+    table.add_row("TTFT p90, ms", _shown(left.ttft_p90_ms), _shown(right.ttft_p90_ms))
     table.add_row("output tokens/s", f"{left.output_tokens_per_s:,.0f}", f"{right.output_tokens_per_s:,.0f}")
     table.add_row("cache hit ratio", f"{left.hit_ratio:.3f}", f"{right.hit_ratio:.3f}")
     if best is not None:
@@ -215,6 +227,10 @@ def _table(summaries: dict[str, Summary], best: float | None) -> Table:
         table.add_row(f"  on engine {index}", str(one), str(other))
     table.add_row("engines' lag, p99 of a step", f"{left.lag_p99_share:.1%}", f"{right.lag_p99_share:.1%}")
     return table
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}"
 
 
 def _judge(summaries: dict[str, Summary], console: Console) -> int:

@@ -33,6 +33,8 @@ def side_by_side(path: Path, round_robin: "Played", warmroute: "Played", best: f
     _distribution(axes[0, 1], runs)
     _hits(axes[1, 0], runs, best)
     _per_engine(axes[1, 1], runs)
+    handles, labels = axes[0, 1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -85,9 +87,7 @@ def _hits(axes: Any, runs: "dict[str, Played]", best: float | None) -> None:
     if best is not None:
         axes.axvline(best, color="#444444", linestyle="--", linewidth=1)
         axes.text(best - 0.01, 1.42, "one infinite cache", ha="right", va="center", color="#444444")
-    axes.set(title="Prompt tokens found in cache", xlim=(0, 1), ylim=(-0.5, 1.6))
-    axes.invert_yaxis()
-    axes.set_ylim(1.6, -0.5)
+    axes.set(title="Prompt tokens found in cache", xlim=(0, 1), ylim=(1.6, -0.5))
 
 
 def _per_engine(axes: Any, runs: "dict[str, Played]") -> None:
@@ -97,4 +97,3 @@ def _per_engine(axes: Any, runs: "dict[str, Played]") -> None:
         at = np.arange(1, len(counts) + 1) + (index - 0.5) * width
         axes.bar(at, counts, width, color=_COLOURS[name], label=name)
     axes.set(title="Requests per engine", xlabel="engine")
-    axes.legend(loc="lower right")

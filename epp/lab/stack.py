@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import sys
@@ -22,6 +23,7 @@ from epp.lab.workload import Fleet
 
 HOST = "127.0.0.1"
 _POLL_S = 0.05
+_YIELD = 10
 
 
 class StackError(WarmrouteError):
@@ -327,13 +329,19 @@ class Gateway:
 
 @dataclass
 class Stack:
-    """Lab engines with a gateway in front of them."""
+    """Lab engines with a gateway in front of them.
+
+    Attributes:
+        engines_first: the engines stand in for other machines: gateway and this process yield the processor
+            to them.
+    """
 
     fleet: Fleet
     model: str
     folder: Path
     envoy: Path
     picker_flags: Sequence[str] = ()
+    engines_first: bool = False
     engines: LabEngines = field(init=False)
     gateway: Gateway = field(init=False)
     _exit: AsyncExitStack = field(init=False, default_factory=AsyncExitStack)
@@ -354,6 +362,8 @@ class Stack:
         try:
             self.engines = LabEngines(self.fleet, self.model, self.folder)
             await self._exit.enter_async_context(self.engines)
+            if self.engines_first:
+                os.nice(_YIELD)
             self.gateway = Gateway(
                 self.engines.addresses, self.folder, self.envoy, picker_flags=self.picker_flags
             )

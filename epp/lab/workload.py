@@ -134,8 +134,8 @@ def load_workload(path: Path) -> Workload:
     except OSError as error:
         raise ConfigError(str(path), Problem("", f"cannot be read: {error.strerror}")) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        message, _, where = str(error).rpartition(" - at `")
-        raise ConfigError(str(path), Problem(where.rstrip("`"), message or str(error))) from None
+        message, _, where = str(error).partition(" - at `")
+        raise ConfigError(str(path), Problem(where.rstrip("`"), message)) from None
     problems = [*_fleet_problems(workload.fleet), *_chat_problems(workload)]
     if problems:
         raise ConfigError(str(path), *problems)
@@ -165,10 +165,10 @@ def _chat_problems(workload: Workload) -> Iterator[Problem]:
 
 def longest_chat_tokens(chats: Chats) -> int:
     """Prompt and answer of the last turn of the longest chat possible, template included."""
-    question = [("user", ""), (tokens.ANSWER, "")]
-    template = tokens.from_chat([("system", ""), *question * chats.turns[1]])
-    text = chats.system_tokens[1] + chats.turns[1] * (chats.question_tokens[1] + chats.answer_tokens[1])
-    return text + tokens.token_count(template)
+    opening = tokens.token_count(tokens.from_chat([("system", "")]))
+    turn = tokens.token_count(tokens.from_chat([("system", ""), ("user", ""), (tokens.ANSWER, "")])) - opening
+    longest_turn = turn + chats.question_tokens[1] + chats.answer_tokens[1]
+    return opening + chats.system_tokens[1] + chats.turns[1] * longest_turn
 
 
 # -- plans ----------------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ def _trace_lines(path: Path, limit: int | None) -> list[_TraceLine]:
                     continue
                 try:
                     lines.append(decoder.decode(text))
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     problems.append(Problem(f"line {number}", str(error)))
     except OSError as error:
         raise ConfigError(str(path), Problem("", f"cannot be read: {error.strerror}")) from None

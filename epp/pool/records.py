@@ -52,6 +52,8 @@ class PoolView:
         candidates: members that may be chosen now (ready, reachable).
         present: scraped at least once. Where False the scraped columns hold 0.
         stale: scraped, but too long ago to be trusted (set by `PoolStore.refresh`).
+        waiting_known, kv_known: some page told `waiting`, `kv_usage`; not so where an engine has no such
+            series. Where False the column holds 0, which is no figure.
         waiting, running: requests. kv_usage: share in 0..1.
         block_size: tokens per KV block. cache_tokens: size of the prefix cache in tokens. 0 = unknown.
         hit_tokens, query_tokens: the engine's prefix-cache counters, tokens since its start. NaN = unknown.
@@ -67,6 +69,8 @@ class PoolView:
     candidates: Mask
     present: Mask
     stale: Mask
+    waiting_known: Mask
+    kv_known: Mask
     waiting: Floats
     running: Floats
     kv_usage: Floats

@@ -23,6 +23,8 @@ _COLUMNS: Final[tuple[tuple[str, type[np.generic], float], ...]] = (
     ("candidates", np.bool_, False),
     ("present", np.bool_, False),
     ("stale", np.bool_, False),
+    ("waiting_known", np.bool_, False),
+    ("kv_known", np.bool_, False),
     ("waiting", np.float64, 0.0),
     ("running", np.float64, 0.0),
     ("kv_usage", np.float64, 0.0),
@@ -76,7 +78,7 @@ class PoolStore:
         members: Sequence[Member] = (),
         busy: Callable[[int], bool] = lambda slot: False,
     ) -> None:
-        self.view = _empty_view(FIRST_CAPACITY)
+        self.view = empty_view(FIRST_CAPACITY)
         self.roster: tuple[tuple[int, Endpoint], ...] = ()
         self._staleness_s = staleness_s
         self._members = list(members)
@@ -201,10 +203,12 @@ class PoolStore:
         view = self.view
         if sample.waiting is not None:
             view.waiting[slot] = sample.waiting
+            view.waiting_known[slot] = True
         if sample.running is not None:
             view.running[slot] = sample.running
         if sample.kv_usage is not None:
             view.kv_usage[slot] = sample.kv_usage
+            view.kv_known[slot] = True
         if sample.block_size is not None:
             view.block_size[slot] = sample.block_size
         if sample.cache_tokens is not None:
@@ -223,10 +227,10 @@ class PoolStore:
             self._choose(now)
 
     def failed(self, slot: int, *, refused: bool, now: float) -> None:
-        """A scrape failed; `refused`: nothing listens at the endpoint's port."""
+        """A scrape failed; `refused`: nothing listens at the endpoint's port, until a scrape succeeds."""
         if self._listed[slot]:
             self._failures[slot] += 1
-            self._refused[slot] = refused
+            self._refused[slot] |= refused
             self._choose(now)
 
     def answering(self, slot: int, now: float) -> None:
@@ -258,7 +262,8 @@ class PoolStore:
             np.copyto(candidates, self._listed)
 
 
-def _empty_view(capacity: int) -> PoolView:
+def empty_view(capacity: int) -> PoolView:
+    """A view without endpoints."""
     columns: dict[str, Any] = {name: np.full(capacity, blank, dtype) for name, dtype, blank in _COLUMNS}
     return PoolView(
         capacity=capacity,

@@ -6,15 +6,17 @@ import logging
 import os
 import random
 import signal
+import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import uvloop
-from prometheus_client import start_http_server
+from prometheus_client import disable_created_metrics, start_http_server
 
 from epp.config.load import Assembly, build, default_config, load_config
 from epp.config.loaded import LoadedConfig
@@ -27,13 +29,14 @@ from epp.pool.ledger import InflightLedger
 from epp.pool.records import Endpoint
 from epp.pool.store import FIRST_CAPACITY, PoolStore
 from epp.runtime.admin import admin_app, start_admin
+from epp.runtime.decoder import Decoder
 from epp.runtime.discovery import FileDiscovery, endpoints_from_flags
 from epp.runtime.grpcio import GrpcioTransport, StreamCounts
 from epp.runtime.health import Health, HealthServer
 from epp.runtime.metrics import Metrics
 from epp.runtime.options import Options
 from epp.runtime.recorder import RuntimeRecorder
-from epp.runtime.router import Decoder, Router
+from epp.runtime.router import Router
 from epp.runtime.scrape import Scraper
 from epp.runtime.stream import Stream
 from epp.runtime.tls import server_credentials
@@ -91,8 +94,8 @@ class App:
             log.warning(warning)
         for member in assembly.members:
             store.add_member(member)
-        metrics = Metrics(options.pool_name or "default", ("", ""))
-        recorder = RuntimeRecorder(metrics)
+        metrics = Metrics(options.pool_name or "default", ("", version("warmroute")))
+        recorder = RuntimeRecorder(metrics, store.view)
         limits = Limits(body_bytes=options.max_request_body_bytes, held_bytes=options.max_held_bytes)
         director = Director(
             store,
@@ -107,6 +110,7 @@ class App:
             random.Random(options.seed if options.seed >= 0 else None),
             max_body_bytes=limits.body_bytes,
             use_subset=not options.disable_endpoint_subset_filter,
+            plugin_clock=time.perf_counter,
         )
         source = assembly.metrics_source
         scraper = Scraper(
@@ -133,22 +137,24 @@ class App:
             limits=limits,
         )
 
-    def _stream(self, wake: Callable[[], None]) -> Stream:
+    def stream(self, wake: Callable[[], None]) -> Stream:
+        """What a transport needs behind each of its streams."""
         exchange = Exchange(self.budget, self.limits, lambda: str(uuid.uuid4()))
         return Stream(exchange, self.router, time.monotonic, wake)
 
     # -- running ----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, then drain.
+        """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once.
 
         Raises:
             ConfigError: endpoints or certificates cannot be used.
-            OSError: a port cannot be bound.
+            OSError: a port cannot be bound; names it.
         """
         stop = _signals()
         discovery = self._discovery()
         async with AsyncExitStack() as stack:
+            stack.callback(self.router.close)
             transport = await self._listen(stack)
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(self.scraper.run()), tasks.create_task(self._upkeep())]
@@ -160,7 +166,6 @@ class App:
                 await self._drain(transport, stop)
                 for task in background:
                     task.cancel()
-        self.router.close()
 
     def _discovery(self) -> FileDiscovery | None:
         spec, flags = self.assembly.discovery, self.options.endpoint
@@ -174,13 +179,14 @@ class App:
                     self.options.config_file or "command line",
                     Problem("", "no endpoints: name them with --endpoint or a file-discovery plugin"),
                 )
-            self._members(endpoints_from_flags(flags))
+            self.set_endpoints(endpoints_from_flags(flags))
             return None
-        discovery = FileDiscovery(spec.path, spec.watch, self._members, self._discovery_failed)
-        self._members(discovery.load())
+        discovery = FileDiscovery(spec.path, spec.watch, self.set_endpoints, self._discovery_failed)
+        self.set_endpoints(discovery.load())
         return discovery
 
-    def _members(self, endpoints: Sequence[Endpoint]) -> None:
+    def set_endpoints(self, endpoints: Sequence[Endpoint]) -> None:
+        """Make these the pool's members."""
         change = self.store.sync(endpoints, time.monotonic())
         self.ledger.resize(self.store.view.capacity)
         if change:
@@ -197,36 +203,42 @@ class App:
         log.error("the endpoints file cannot be used; the old endpoints stay", extra={"error": message})
 
     async def _listen(self, stack: AsyncExitStack) -> GrpcioTransport:
+        """Open all ports, ext-proc last; `stack` closes them."""
         options = self.options
+        host = options.grpc_host
+        transport = GrpcioTransport(
+            self.stream,
+            self._stream_counts(),
+            self.limits.body_bytes,
+            server_credentials(options.cert_path) if options.secure_serving else None,
+            self.health if options.health_checking else None,
+        )
+        with _port("--grpc-health-port", options.grpc_health_port):
+            health = HealthServer(self.health)
+            health.start(_address(host, options.grpc_health_port))
+            stack.callback(health.stop)
+        if options.metrics_port:
+            with _port("--metrics-port", options.metrics_port):
+                stack.callback(_serve_metrics(self.metrics, host, options.metrics_port))
+            if options.metrics_endpoint_auth:
+                log.warning("metrics are open to all: their authentication needs Kubernetes")
+        if options.admin_port:
+            with _port("--admin-port", options.admin_port):
+                runner = await start_admin(admin_app(lambda: self.recorder.decisions), options.admin_port)
+                stack.push_async_callback(runner.cleanup)
+        with _port("--grpc-port", options.grpc_port):
+            await transport.start(_address(host, options.grpc_port))
+            stack.push_async_callback(transport.stop)
+        return transport
+
+    def _stream_counts(self) -> StreamCounts:
         streams = self.metrics.gauge("extproc_streams_inflight")
 
         def closed(code: str) -> None:
             streams.dec()
             self.metrics.counter("extproc_streams_total", code).inc()
 
-        counts = StreamCounts(
-            opened=streams.inc,
-            closed=closed,
-        )
-        transport = GrpcioTransport(
-            self._stream,
-            counts,
-            server_credentials(options.cert_path) if options.secure_serving else None,
-            self.health if options.health_checking else None,
-        )
-        health = HealthServer(self.health)
-        health.start(f"{options.grpc_host}:{options.grpc_health_port}")
-        stack.callback(health.stop)
-        if options.metrics_port:
-            server, _ = start_http_server(options.metrics_port, registry=self.metrics.registry)
-            stack.callback(server.shutdown)
-            if options.metrics_endpoint_auth:
-                log.warning("metrics are open to all: their authentication needs Kubernetes")
-        if options.admin_port:
-            runner = await start_admin(admin_app(lambda: self.recorder.decisions), options.admin_port)
-            stack.push_async_callback(runner.cleanup)
-        await transport.start(f"{options.grpc_host}:{options.grpc_port}")
-        return transport
+        return StreamCounts(opened=streams.inc, closed=closed)
 
     async def _upkeep(self) -> None:
         """Age facts, let indexes follow the engines' counters, renew gauges."""
@@ -234,19 +246,28 @@ class App:
         gauges_every_s = self.options.refresh_prometheus_metrics_interval
         while True:
             now = time.monotonic()
-            self.store.refresh(now, self.scraper.interval_s(now))
-            if now >= plugins_at:
-                plugins_at = now + _PLUGINS_S
-                for plugin in self.assembly.refreshed:
-                    plugin.refresh(now)
-            if now >= gauges_at:
-                gauges_at = now + gauges_every_s
-                self._renew_gauges()
+            try:
+                self.store.refresh(now, self.scraper.interval_s(now))
+                if now >= plugins_at:
+                    plugins_at = now + _PLUGINS_S
+                    self._refresh_plugins(now)
+                if now >= gauges_at:
+                    gauges_at = now + gauges_every_s
+                    self._renew_gauges()
+            except Exception:
+                log.exception("upkeep failed; requests are served on, and it is tried again")
             await asyncio.sleep(min(_UPKEEP_S, gauges_every_s))
 
+    def _refresh_plugins(self, now: float) -> None:
+        for plugin in self.assembly.refreshed:
+            try:
+                plugin.refresh(now)
+            except Exception as error:
+                self.recorder.plugin_failed(plugin, error)
+
     def _renew_gauges(self) -> None:
-        self.metrics.pool(self.store.view, self.ledger.load, self.budget.used)
-        self.metrics.scrapes_failed(self.scraper.errors)
+        self.metrics.pool(self.store, self.ledger, self.budget.used)
+        self.metrics.total("datalayer_poll_errors_total", self.scraper.errors, "metrics-data-source")
         for name, producer in self.assembly.producers:
             if isinstance(producer, ApproximatePrefixProducer):
                 self.metrics.indexer_size(name, producer.size)
@@ -260,12 +281,40 @@ class App:
         log.info("draining", extra={"in_flight": self.director.in_flight})
         again = asyncio.create_task(stop.get())
         await asyncio.wait([again], timeout=self.options.drain_timeout)
-        ended = asyncio.create_task(transport.stop(None))
+        ended = asyncio.create_task(transport.drain())
         await asyncio.wait([again, ended], return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done():
-            await transport.stop(0)
         again.cancel()
         log.info("ended", extra={"in_flight": self.director.in_flight})
+        await transport.stop()
+        await ended
+
+
+@contextmanager
+def _port(flag: str, port: int) -> Iterator[None]:
+    """What goes wrong inside is about this port."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(error.errno, f"{flag} {port}: cannot listen: {reason}") from None
+
+
+def _address(host: str, port: int) -> str:
+    """As gRPC takes it; the IPv6 wildcard stands for IPv4 too."""
+    return f"[{host or '::'}]:{port}" if not host or ":" in host else f"{host}:{port}"
+
+
+def _serve_metrics(metrics: Metrics, host: str, port: int) -> Callable[[], None]:
+    """Serve `/metrics` on a thread; returns what ends it."""
+    everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+    server, thread = start_http_server(port, host or everywhere, metrics.registry)
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return close
 
 
 def _signals() -> "asyncio.Queue[signal.Signals]":
@@ -279,6 +328,8 @@ def _signals() -> "asyncio.Queue[signal.Signals]":
 
 def serve(options: Options) -> None:
     """Run the picker until it is told to stop. See `App.run` for errors."""
+    # Else each counter and histogram has a second series, which the field's pickers do not have.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     loaded = read_config(options)
     app = App.assemble(options, loaded)
     gc.collect()

@@ -1,17 +1,20 @@
 """Explanations of decisions, from a running picker or from a file."""
 
+from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, build_opener
 
 import msgspec
 
 from epp.errors import ConfigError, Problem, WarmrouteError
-from epp.runtime.admin import DECISIONS_PATH
 from epp.scheduling.explain import Explanation
 
+DECISIONS_PATH = "/decisions"
+
 _TIMEOUT_S = 5.0
+_SHOWN_BYTES = 300
 
 
 def fetch(admin: str, last: int, request_id: str | None) -> list[Explanation]:
@@ -20,23 +23,25 @@ def fetch(admin: str, last: int, request_id: str | None) -> list[Explanation]:
     Raises:
         WarmrouteError: it cannot be reached or answers something else.
     """
+    if not admin.startswith(("http://", "https://")):
+        raise WarmrouteError(f"--admin {admin}: write http://host:port")
     query = {"last": str(last)} | ({"request_id": request_id} if request_id else {})
     url = f"{admin.rstrip('/')}{DECISIONS_PATH}?{urlencode(query)}"
-    if not url.startswith(("http://", "https://")):
-        raise WarmrouteError(f"--admin {admin}: write http://host:port")
     try:
-        with urlopen(url, timeout=_TIMEOUT_S) as answer:
-            return msgspec.json.decode(answer.read(), type=list[Explanation])
+        # Admin pages are on loopback, where no proxy of the environment has any business.
+        with build_opener(ProxyHandler({})).open(url, timeout=_TIMEOUT_S) as answer:
+            data = answer.read()
     except HTTPError as error:
-        raise WarmrouteError(
-            f"{url} answered {error.code}: {error.read(500).decode(errors='replace')}"
-        ) from None
-    except (URLError, OSError) as error:
-        reason = getattr(error, "reason", error)
+        shown = " ".join(error.read(_SHOWN_BYTES).decode(errors="replace").split())
+        raise WarmrouteError(f"{url} answered {error.code}: {shown}") from None
+    except (OSError, HTTPException, ValueError) as error:
+        reason = error.reason if isinstance(error, URLError) else error
         raise WarmrouteError(
             f"no picker answers at {admin} ({reason}); --admin names another, --file reads one"
         ) from None
-    except msgspec.DecodeError as error:
+    try:
+        return _decoded(data)
+    except ValueError as error:
         raise WarmrouteError(f"{url} does not answer with decisions: {error}") from None
 
 
@@ -51,8 +56,13 @@ def read(file: Path) -> list[Explanation]:
     except OSError as error:
         raise ConfigError(str(file), Problem("", f"cannot be read: {error.strerror}")) from None
     try:
-        if data.lstrip().startswith(b"["):
-            return msgspec.json.decode(data, type=list[Explanation])
-        return [msgspec.json.decode(data, type=Explanation)]
-    except msgspec.DecodeError as error:
+        return _decoded(data)
+    except ValueError as error:
         raise ConfigError(str(file), Problem("", f"is not a recorded decision: {error}")) from None
+
+
+def _decoded(data: bytes) -> list[Explanation]:
+    """One explanation or a list of them. Raises ValueError."""
+    if data.lstrip().startswith(b"["):
+        return msgspec.json.decode(data, type=list[Explanation])
+    return [msgspec.json.decode(data, type=Explanation)]

@@ -86,8 +86,8 @@ class GrpcioTransport:
                 port = server.add_insecure_port(address)
             else:
                 port = server.add_secure_port(address, self.credentials)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: {error}") from None
+        except RuntimeError:  # its text does not say why either
+            raise OSError(f"{address} is taken or not an address of this machine") from None
         await server.start()
         self._server = server
         return port

@@ -112,8 +112,8 @@ class HealthServer:
         """
         try:
             port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: {error}") from None
+        except RuntimeError:  # its text does not say why either
+            raise OSError(f"{address} is taken or not an address of this machine") from None
         self._server.start()
         return port
 

@@ -19,10 +19,12 @@ from epp.runtime.metrics_table import collectors
 from epp.scheduling.records import Cause, Ended, PrefixMatch, Ticket
 
 LABEL_VALUES = 1000
-LABEL_SETS = 4096
+# Each set of model, target and flow has ten histograms: 55 kB and 250 lines on the page.
+LABEL_SETS = 1000
 OTHER = "other"
 
 _PRIORITY = "0"
+_BYTES_PER_TOKEN = 4  # as prompts are cut into blocks
 _LEDGER = "inflight-ledger"
 _APPROXIMATE = "approx-prefix-cache-producer"
 
@@ -31,20 +33,24 @@ _APPROXIMATE = "approx-prefix-cache-producer"
 class Bounded:
     """Client-made label values: the first `limit` different ones pass, the rest become `other`."""
 
-    limit: int = 1000
+    limit: int = LABEL_VALUES
     _seen: set[str] = field(default_factory=set)
 
     def __call__(self, value: str) -> str:
         if value in self._seen:
             return value
         if len(self._seen) >= self.limit:
-            return "other"
+            return OTHER
         self._seen.add(value)
         return value
 
 
+_Address = tuple[str, str, int]  # name, namespace, port
+_Collectors = dict[str, Counter | Gauge | Histogram]
+
+
 class _Children:
-    """The collectors of one (model, target, flow) bound once."""
+    """The collectors of one model, target and flow, bound once."""
 
     __slots__ = (
         "cached",
@@ -61,7 +67,7 @@ class _Children:
         "values",
     )
 
-    def __init__(self, made: dict[str, Counter | Gauge | Histogram], values: tuple[str, ...]) -> None:
+    def __init__(self, made: _Collectors, values: tuple[str, ...]) -> None:
         def histogram(name: str, *more: str) -> Histogram:
             return cast(Histogram, made[name].labels(*values, *more))
 
@@ -83,40 +89,45 @@ class Metrics:
     """What the picker counts. Called from the event loop's thread only; rendered by another."""
 
     def __init__(self, pool: str, build: tuple[str, str]) -> None:
+        """`build`: commit and build reference."""
         self.registry = CollectorRegistry()
         self._made = collectors(self.registry)
         self._pool = pool
         self._models = Bounded()
         self._flows = Bounded()
-        self._children: dict[tuple[str, str, str], _Children] = {}
-        self._attempts: dict[tuple[str, str], Counter] = {}
+        self._children: dict[tuple[str, ...], _Children] = {}
+        self._attempts: dict[_Address, dict[str, Counter]] = {}
         self._prefix: dict[str, tuple[Histogram, Histogram]] = {}
-        self._scrapes_failed = 0
-        self._shown: set[tuple[str, str]] = set()
-        self._scheduler = cast(Histogram, self._made["scheduler_e2e_duration_seconds"])
-        self._processing = cast(Histogram, self._made["request_processing_duration_seconds"])
-        self.gauge("extproc_streams_inflight").set(0)
-        self._made["info"].labels(*build).set(1)  # type: ignore[union-attr]
+        self._totals: dict[str, int] = {}
+        self._shown: dict[str, set[tuple[str, ...]]] = {}
+        self._scheduler = self.histogram("scheduler_e2e_duration_seconds")
+        self._processing = self.histogram("request_processing_duration_seconds")
+        self.gauge("info", *build).set(1)
 
     def gauge(self, name: str, *labels: str) -> Gauge:
-        found = self._made[name]
-        return cast(Gauge, found.labels(*labels) if labels else found)
+        return cast(Gauge, self._made[name].labels(*labels) if labels else self._made[name])
 
     def counter(self, name: str, *labels: str) -> Counter:
-        found = self._made[name]
-        return cast(Counter, found.labels(*labels) if labels else found)
+        return cast(Counter, self._made[name].labels(*labels) if labels else self._made[name])
+
+    def histogram(self, name: str, *labels: str) -> Histogram:
+        return cast(Histogram, self._made[name].labels(*labels) if labels else self._made[name])
 
     # -- one request ------------------------------------------------------------------------------
 
     def _of(self, prepared: Prepared) -> _Children:
         request = prepared.request
-        key = (request.model, request.target_model, prepared.flow)
-        found = self._children.get(key)
+        values = (
+            self._models(request.model),
+            self._models(request.target_model),
+            self._flows(prepared.flow),
+            _PRIORITY,
+        )
+        found = self._children.get(values)
         if found is None:
-            values = (self._models(key[0]), self._models(key[1]), self._flows(key[2]), "0")
-            found = _Children(self._made, values)
-            if len(self._children) < 4096:
-                self._children[key] = found
+            if len(self._children) >= LABEL_SETS:
+                values = (OTHER, OTHER, OTHER, _PRIORITY)
+            found = self._children.setdefault(values, _Children(self._made, values))
         return found
 
     def decided(self, reading_s: float, choosing_s: float) -> None:
@@ -125,7 +136,8 @@ class Metrics:
         self._processing.observe(reading_s + choosing_s)
 
     def refused(self, prepared: Prepared | None, error: RequestError) -> None:
-        values = self._of(prepared).values if prepared else ("", "", "", "0")
+        """`prepared`: None where the request could not be read."""
+        values = self._of(prepared).values if prepared else ("", "", "", _PRIORITY)
         self.counter("request_error_total", *values, str(error.status)).inc()
         if prepared is not None:
             self.counter("scheduler_attempts_total", "failure", values[1], "", "", "").inc()
@@ -135,35 +147,36 @@ class Metrics:
         of.total.inc()
         of.running.inc()
         of.request_bytes.observe(prepared.body_bytes)
-        endpoint = ticket.placement.serving.endpoints[0]
-        key = (endpoint.uid, of.values[1])
-        attempts = self._attempts.get(key)
+        self._attempt(ticket.placement.serving.endpoints[0], of.values[1])
+        for key, match in ticket.facts.items():
+            self._prefix_hit(key.producer, match, ticket.slot)
+        for leg in ticket.placement.legs:
+            for timing in leg.decision.timings:
+                labels = (timing.extension_point, timing.plugin_type, timing.plugin_name)
+                self.histogram("plugin_duration_seconds", *labels).observe(timing.seconds)
+
+    def _attempt(self, endpoint: Endpoint, target: str) -> None:
+        by_target = self._attempts.setdefault((endpoint.name, endpoint.namespace, endpoint.port), {})
+        attempts = by_target.get(target)
         if attempts is None:
-            attempts = self.counter(
-                "scheduler_attempts_total",
-                *("success", of.values[1], endpoint.name, endpoint.namespace, str(endpoint.port)),
-            )
-            if len(self._attempts) < 65536:
-                self._attempts[key] = attempts
+            labels = ("success", target, endpoint.name, endpoint.namespace, str(endpoint.port))
+            attempts = by_target[target] = self.counter("scheduler_attempts_total", *labels)
         attempts.inc()
-        for fact_key, fact in ticket.facts.items():
-            self._prefix_hit(fact_key.producer, fact, ticket.slot)
 
     def _prefix_hit(self, producer: str, match: PrefixMatch, slot: int) -> None:
         bound = self._prefix.get(producer)
         if bound is None:
-            labels = (producer, "approx-prefix-cache-producer")
-            bound = (
-                cast(Histogram, self._made["prefix_indexer_hit_ratio"].labels(*labels)),
-                cast(Histogram, self._made["prefix_indexer_hit_bytes"].labels(*labels)),
+            bound = self._prefix[producer] = (
+                self.histogram("prefix_indexer_hit_ratio", producer, _APPROXIMATE),
+                self.histogram("prefix_indexer_hit_bytes", producer, _APPROXIMATE),
             )
-            self._prefix[producer] = bound
         blocks = int(match.blocks[slot])
         bound[0].observe(blocks / match.total_blocks if match.total_blocks else 0.0)
-        bound[1].observe(blocks * match.block_tokens * 4)
+        bound[1].observe(blocks * match.block_tokens * _BYTES_PER_TOKEN)
 
     def first_token(self, prepared: Prepared, ticket: Ticket, now: float) -> None:
-        self._of(prepared).ttft[ticket.streaming].observe(now - prepared.received_at)
+        if ticket.status < 400:
+            self._of(prepared).ttft[ticket.streaming].observe(now - prepared.received_at)
 
     def ended(self, prepared: Prepared, ticket: Ticket, fact: Ended, now: float) -> None:
         of = self._of(prepared)
@@ -190,9 +203,11 @@ class Metrics:
 
     # -- the pool ---------------------------------------------------------------------------------
 
-    def pool(self, view: PoolView, load: Load, held_bytes: int) -> None:
-        """Renew the gauges that describe the pool."""
-        fresh = view.present & ~view.stale
+    def pool(self, store: PoolStore, ledger: InflightLedger, held_bytes: int) -> None:
+        """Renew what describes the pool, and forget endpoints that are gone."""
+        view = store.view
+        members = np.fromiter((slot for slot, _ in store.roster), np.intp, len(store.roster))
+        fresh = members[view.present[members] & ~view.stale[members]]
         for name, column in (
             ("kv_cache_utilization", view.kv_usage),
             ("queue_size", view.waiting),
@@ -203,28 +218,48 @@ class Metrics:
             self.gauge(f"std_dev_{name}", self._pool).set(values.std() if len(values) else 0.0)
         self.gauge("ready_endpoints", self._pool).set(int(np.count_nonzero(view.candidates)))
         self.gauge("extproc_held_bytes").set(held_bytes)
-        shown = set()
-        for slot, endpoint in enumerate(view.endpoints):
-            if endpoint is None:
-                continue
-            shown.add((endpoint.name, endpoint.namespace))
-            self.gauge("per_endpoint_queue_size", self._pool, endpoint.name).set(view.waiting[slot])
-            labels = (endpoint.name, endpoint.namespace, "inflight-ledger", "", "")
-            self.gauge("inflight_requests", *labels).set(load.requests[slot])
-            self.gauge("inflight_tokens", *labels).set(load.prefill_tokens[slot])
-        self._forget(self._shown - shown)
-        self._shown = shown
+        self.total("ledger_overdrafts_total", ledger.overdrafts)
+        self._endpoints(store, ledger)
 
-    def _forget(self, gone: Iterable[tuple[str, str]]) -> None:
-        for name, namespace in gone:
-            self._made["per_endpoint_queue_size"].remove(self._pool, name)
-            for gauge in ("inflight_requests", "inflight_tokens"):
-                self._made[gauge].remove(name, namespace, "inflight-ledger", "", "")
+    def _endpoints(self, store: PoolStore, ledger: InflightLedger) -> None:
+        """The gauges of each endpoint. A removed one is in flight until its last request has ended; where
+        its successor has its name, their loads are one series.
+        """
+        view, load = store.view, ledger.load
+        waiting: dict[tuple[str, ...], float] = {}
+        requests: dict[tuple[str, ...], float] = {}
+        tokens: dict[tuple[str, ...], float] = {}
+        for slot, member in store.roster:
+            labels: tuple[str, ...] = (self._pool, member.name)
+            waiting[labels] = waiting.get(labels, 0.0) + view.waiting[slot]
+        owners = set()
+        for slot, owner in enumerate(view.endpoints):
+            if owner is not None:
+                owners.add((owner.name, owner.namespace, owner.port))
+                labels = (owner.name, owner.namespace, _LEDGER, "", "")
+                requests[labels] = requests.get(labels, 0) + load.requests[slot]
+                tokens[labels] = tokens.get(labels, 0) + load.prefill_tokens[slot]
+        self._show("per_endpoint_queue_size", waiting)
+        self._show("inflight_requests", requests)
+        self._show("inflight_tokens", tokens)
+        for name, namespace, port in self._attempts.keys() - owners:
+            for target in self._attempts.pop((name, namespace, port)):
+                labels = ("success", target, name, namespace, str(port))
+                self._made["scheduler_attempts_total"].remove(*labels)
 
-    def scrapes_failed(self, total: int) -> None:
-        """`total` since the start."""
-        self.counter("datalayer_poll_errors_total", "metrics-data-source").inc(total - self._scrapes_failed)
-        self._scrapes_failed = total
+    def _show(self, name: str, values: Mapping[tuple[str, ...], float]) -> None:
+        """Make these the series of a gauge."""
+        for labels, value in values.items():
+            self.gauge(name, *labels).set(value)
+        for labels in self._shown.get(name, set()) - values.keys():
+            self._made[name].remove(*labels)
+        self._shown[name] = set(values)
+
+    def total(self, name: str, total: int, *labels: str) -> None:
+        """Bring a counter to a count that is kept elsewhere; one series of each name."""
+        self.counter(name, *labels).inc(total - self._totals.get(name, 0))
+        self._totals[name] = total
 
     def indexer_size(self, producer: str, size: int) -> None:
-        self.gauge("prefix_indexer_size", producer, "approx-prefix-cache-producer").set(size)
+        """Of an approximate prefix producer."""
+        self.gauge("prefix_indexer_size", producer, _APPROXIMATE).set(size)

@@ -5,7 +5,7 @@ Names and defaults are those of the Go picker, so that an image can be swapped u
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
@@ -53,7 +53,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         Flag("An endpoint, host:port or name=host:port; may be repeated. Instead of file-discovery."),
     ] = ()
     pool_name: Annotated[str, Flag("Name of the InferencePool; label of the pool's metrics.")] = ""
-    pool_namespace: Annotated[str, Flag("Namespace of the InferencePool.")] = ""
+    pool_namespace: Annotated[
+        str, Flag("Namespace of the InferencePool; empty: that of the environment variable NAMESPACE.")
+    ] = ""
     pool_group: Annotated[str, Flag("API group of the InferencePool.")] = "inference.networking.k8s.io"
     grpc_host: Annotated[
         str, Flag("Address the gRPC and metrics ports listen on; empty: all, IPv4 and IPv6.")
@@ -116,3 +118,56 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.zap_encoder not in LOG_FORMATS:
             yield Problem("--zap-encoder", f"{self.zap_encoder!r} is no log format; write json or console")
+
+
+class FlagSpec(NamedTuple):
+    """One field of `Options` as a flag.
+
+    Attributes:
+        field: its name in `Options`.
+        names: how it is written, the usual form first.
+        kind: `str`, `bool`, `int`, `Duration`, or a tuple of str for a flag that may be repeated.
+        shown_default: the default as it would be written; empty where there is none.
+    """
+
+    field: str
+    names: tuple[str, ...]
+    kind: Any
+    help: str
+    default: Any
+    shown_default: str
+
+
+def flags() -> Iterator[FlagSpec]:
+    """All of them, in the order of `Options`."""
+    hints = get_type_hints(Options, include_extras=True)
+    for field in msgspec.structs.fields(Options):
+        kind, meta = get_args(hints[field.name])
+        written = ("-v", "--v") if field.name == "v" else ("--" + field.name.replace("_", "-"),)
+        shown = str(field.default).lower() if kind is bool else str(field.default or "")
+        if kind is int:
+            shown = str(field.default)
+        yield FlagSpec(field.name, written, kind, meta.description, field.default, shown)
+
+
+def reference() -> str:
+    """docs/flags.md: the flags for people."""
+    lines = [
+        "# Flags of `warmroute serve`",
+        "",
+        "Written as Go programs take them: `--flag=value` or `--flag value`; a boolean also as `--flag`. A",
+        "duration has a unit: `200ms`, `5s`, `1m30s`.",
+        "",
+        "| Flag | Type | Default | Meaning |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {', '.join(f'`{name}`' for name in flag.names)} | {_type_name(flag.kind)} "
+        f"| {f'`{flag.shown_default}`' if flag.shown_default else ''} | {flag.help} |"
+        for flag in flags()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _type_name(kind: Any) -> str:
+    return {str: "text", bool: "boolean", int: "number", Duration: "duration"}.get(kind, "text, repeatable")

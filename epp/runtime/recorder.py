@@ -4,38 +4,54 @@ import logging
 from collections import deque
 
 from epp.director import Prepared
+from epp.pool.records import PoolView
 from epp.runtime.metrics import Metrics
 from epp.scheduling.explain import RecordedDecision, record_decision
 from epp.scheduling.ports import Ctx
-from epp.scheduling.records import AnswerFact, Ended, FirstToken, Leg, Ticket
+from epp.scheduling.records import AnswerFact, Ended, FirstToken, Ticket
 
 log = logging.getLogger(__name__)
 
 RING = 256
+LOGGED = 256
 
 
 class RuntimeRecorder:
     """See `epp.director.Recorder`. `decisions` holds the last ones, oldest first."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, view: PoolView) -> None:
         self.decisions: deque[RecordedDecision] = deque(maxlen=RING)
         self._metrics = metrics
+        self._view = view
         self._line = log.isEnabledFor(logging.DEBUG)
+        self._logged: set[tuple[str, str]] = set()
 
-    def chosen(self, prepared: Prepared, legs: tuple[Leg, ...], ctx: Ctx) -> None:
-        self.decisions.append(record_decision(prepared.request_id, legs, ctx))
-
-    def placed(self, prepared: Prepared, ticket: Ticket) -> None:
+    def placed(self, prepared: Prepared, ticket: Ticket, ctx: Ctx) -> None:
+        self.decisions.append(record_decision(prepared.request_id, ticket.placement.legs, ctx))
         self._metrics.placed(prepared, ticket)
 
     def plugin_failed(self, plugin: object, error: Exception) -> None:
-        kind = type(plugin).__name__
+        """Counted each time, logged once per kind of fault: there may be thousands a second."""
+        kind, fault = type(plugin).__name__, type(error).__name__
         self._metrics.counter("plugin_failures_total", kind).inc()
-        log.error("plugin failed; the request goes on without it", exc_info=error, extra={"plugin": kind})
+        if self._first(kind, fault):
+            log.error(
+                "a plugin failed; the work goes on without it; the same again is counted, not logged",
+                exc_info=error,
+                extra={"plugin": kind},
+            )
 
-    def served_elsewhere(self, ticket: Ticket, served: str) -> None:
-        self._metrics.counter("served_elsewhere_total").inc()
-        log.warning("an answer came from outside the pool", extra={"served": served})
+    def served_elsewhere(self, ticket: Ticket, served: str, in_pool: bool) -> None:
+        self._metrics.counter("served_elsewhere_total", "pool" if in_pool else "outside").inc()
+        if not in_pool and self._first("outside", served):
+            log.warning("an answer came from outside the pool", extra={"served": served})
+
+    def _first(self, kind: str, detail: str) -> bool:
+        """Whether this is to be logged: not seen before, as far as is remembered."""
+        if (kind, detail) in self._logged or len(self._logged) >= LOGGED:
+            return False
+        self._logged.add((kind, detail))
+        return True
 
     def observed(self, prepared: Prepared, ticket: Ticket, fact: AnswerFact, now: float) -> None:
         match fact:
@@ -52,7 +68,7 @@ class RuntimeRecorder:
             extra={
                 "request_id": prepared.request_id,
                 "model": prepared.request.model,
-                "endpoint": ticket.placement.serving.endpoints[0].host_port,
+                "endpoint": self._view.host_ports[ticket.slot],
                 "status": ticket.status,
                 "cause": str(fact.cause),
                 "duration_s": round(now - prepared.received_at, 6),

@@ -29,7 +29,7 @@ class Router:
     ) -> None:
         self._director = director
         self._metrics = metrics
-        self._decoder = decoder
+        self.decoder = decoder
         self._clock = clock
         self._traffic = traffic
         self._tasks: set[asyncio.Task[None]] = set()
@@ -53,7 +53,7 @@ class Router:
 
     async def _route_large(self, raw: RawRequest, received_at: float, deliver: Deliver) -> None:
         try:
-            parsed = await self._decoder.parse(raw)
+            parsed = await self.decoder.parse(raw)
             prepared = self._director.prepare_parsed(raw, parsed, received_at)
         except RequestError as error:
             deliver(self._refuse(raw, None, error))
@@ -108,4 +108,4 @@ class Router:
         """Give up what is still being read."""
         for task in self._tasks:
             task.cancel()
-        self._decoder.close()
+        self.decoder.close()

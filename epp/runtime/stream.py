@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from epp.director import Edits
-from epp.errors import ProtocolError
 from epp.extproc.codec import decode, encode
 from epp.extproc.exchange import Exchange
 from epp.extproc.records import (
@@ -69,7 +68,7 @@ class Stream:
         clock: Callable[[], float],
         wake: Callable[[], None],
     ) -> None:
-        """`wake` is called after a late routing result, outside of `received`; there may be things to write."""
+        """`wake` is called after a late routing result, outside of `received`: see what there is to do."""
         self._exchange = exchange
         self._routes = routes
         self._clock = clock
@@ -114,7 +113,7 @@ class Stream:
             self._running = False
 
     def _perform(self, event: Event) -> None:
-        """Every effect, whatever becomes of the one before: among them are the releases of what was charged."""
+        """Every effect, whatever becomes of the one before: what was charged is released by one of them."""
         failure: Exception | None = None
         for effect in self._exchange.receive(event):
             try:

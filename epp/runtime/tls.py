@@ -8,18 +8,20 @@ import grpc
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.x509.oid import NameOID
 
 from epp.errors import ConfigError, Problem
+
+_CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
 
 
 def server_credentials(cert_path: str) -> grpc.ServerCredentials:
     """Credentials for `--secure-serving`: the key and certificate in `cert_path`, or a new self-signed one.
 
     Raises:
-        ConfigError: `tls.crt` or `tls.key` is missing in `cert_path`, is no PEM, or is not the other's.
+        ConfigError: `tls.crt` or `tls.key` is missing in `cert_path`, cannot be used, or is not the other's.
     """
     key, chain = _read(Path(cert_path)) if cert_path else self_signed()
     return grpc.ssl_server_credentials([(key, chain)])
@@ -47,12 +49,17 @@ def _load(
     except OSError as error:
         problems.append(Problem(file.name, f"cannot be read: {error.strerror}"))
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        problems.append(Problem(file.name, f"is not usable PEM: {error}"))
+        problems.append(Problem(file.name, f"cannot be used: {error}"))
     return b"", None
 
 
 def _public_key(pem: bytes) -> PublicKeyTypes:
-    return serialization.load_pem_private_key(pem, None).public_key()
+    key = serialization.load_pem_private_key(pem, None).public_key()
+    if isinstance(key, rsa.RSAPublicKey | ed25519.Ed25519PublicKey):
+        return key
+    if isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, _CURVES):
+        return key
+    raise ValueError("gRPC serves RSA, Ed25519 and ECDSA P-256, P-384, P-521 keys only")
 
 
 def _certified_key(pem: bytes) -> PublicKeyTypes:

@@ -30,6 +30,8 @@ class RecordedDecision(NamedTuple):
     ready: Mask
     present: Mask
     stale: Mask
+    waiting_known: Mask
+    kv_known: Mask
     waiting: Floats
     running: Floats
     kv_usage: Floats
@@ -52,6 +54,8 @@ def record_decision(request_id: str, legs: tuple[Leg, ...], ctx: Ctx) -> Recorde
         ready=view.candidates.copy(),
         present=view.present.copy(),
         stale=view.stale.copy(),
+        waiting_known=view.waiting_known.copy(),
+        kv_known=view.kv_known.copy(),
         waiting=view.waiting.copy(),
         running=view.running.copy(),
         kv_usage=view.kv_usage.copy(),
@@ -92,6 +96,7 @@ class EndpointSeen(msgspec.Struct, frozen=True):
         total, rank: sum of the weighted scores; 1 = highest, equal totals share a rank. None where excluded.
         scraped: False while no metrics page was ever read; the engine's figures are then 0.
         stale: the figures are too old to be trusted.
+        waiting, kv_usage: None where no page told them.
         in_flight, prefill_tokens: what this picker had sent there and not seen end.
     """
 
@@ -105,9 +110,9 @@ class EndpointSeen(msgspec.Struct, frozen=True):
     scores: tuple[ScoreSeen, ...]
     scraped: bool
     stale: bool
-    waiting: float
+    waiting: float | None
     running: float
-    kv_usage: float
+    kv_usage: float | None
     in_flight: int
     prefill_tokens: int
     matches: tuple[MatchSeen, ...]
@@ -207,9 +212,9 @@ def _endpoint(recorded: RecordedDecision, decision: Decision, slot: int, owner: 
         ),
         scraped=bool(recorded.present[slot]),
         stale=bool(recorded.stale[slot]),
-        waiting=float(recorded.waiting[slot]),
+        waiting=float(recorded.waiting[slot]) if recorded.waiting_known[slot] else None,
         running=float(recorded.running[slot]),
-        kv_usage=float(recorded.kv_usage[slot]),
+        kv_usage=float(recorded.kv_usage[slot]) if recorded.kv_known[slot] else None,
         in_flight=int(recorded.in_flight[slot]),
         prefill_tokens=int(recorded.prefill_tokens[slot]),
         matches=tuple(
@@ -295,7 +300,7 @@ def _table(leg: LegExplained, width: int, rows: int) -> list[str]:
             lines.append(_line(columns, [column.cells[row] for column in columns], widths))
     if len(leg.endpoints) > len(shown):
         lines.append(f"... and {len(leg.endpoints) - len(shown)} more")
-    lines += ["", "> chosen   score columns: weighted, out of the weight   ? never scraped   ! stale"]
+    lines += ["", "> chosen   score columns: weighted, out of the weight   ? unknown   ! stale"]
     return lines
 
 
@@ -309,9 +314,9 @@ def _fact_columns(leg: LegExplained, shown: tuple[EndpointSeen, ...]) -> Iterato
     yield _Column(("#",), ["-" if seen.rank is None else str(seen.rank) for seen in shown])
     yield _Column(("endpoint",), [seen.name for seen in shown], left=True)
     yield _Column(("address",), [seen.host_port for seen in shown], left=True)
-    yield _Column(("wait",), [_fact(seen, f"{seen.waiting:g}") for seen in shown])
-    yield _Column(("run",), [_fact(seen, f"{seen.running:g}") for seen in shown])
-    yield _Column(("KV",), [_fact(seen, f"{seen.kv_usage:.0%}") for seen in shown])
+    yield _Column(("wait",), [_fact(seen, seen.waiting, "g") for seen in shown])
+    yield _Column(("run",), [_fact(seen, seen.running, "g") for seen in shown])
+    yield _Column(("KV",), [_fact(seen, seen.kv_usage, ".0%") for seen in shown])
     yield _Column(("in", "flight"), [str(seen.in_flight) for seen in shown])
     for index, producer in enumerate(leg.producers):
         header = ("cached",) if len(leg.producers) == 1 else ("cached", producer.split("-")[0])
@@ -325,10 +330,10 @@ def _score_columns(leg: LegExplained, shown: tuple[EndpointSeen, ...]) -> Iterat
     yield _Column(("total",), ["" if seen.total is None else f"{seen.total:.3f}" for seen in shown])
 
 
-def _fact(seen: EndpointSeen, text: str) -> str:
-    if not seen.scraped:
+def _fact(seen: EndpointSeen, figure: float | None, form: str) -> str:
+    if figure is None or not seen.scraped:
         return "?"
-    return f"{text}!" if seen.stale else text
+    return f"{figure:{form}}!" if seen.stale else f"{figure:{form}}"
 
 
 def _match(seen: EndpointSeen, index: int) -> str:

@@ -17,14 +17,15 @@ class QueueScorer:
     """`queue-scorer`: (max q - q) / (max q - min q) over `alive`; 1 where all are equal.
 
     q is the scraped number of waiting requests. Stale: q is the larger of the last value and the requests
-    this picker has in flight there. Never scraped: q is the requests in flight (the ledger alone).
+    this picker has in flight there. Never scraped, or no page told it: q is the requests in flight (the
+    ledger alone).
     """
 
     def score(self, ctx: Ctx, alive: Mask) -> Floats:
         view = ctx.view
         queue = view.waiting
         # On booleans `a > b` is `a and not b`, in one call.
-        doubtful = alive > (view.present > view.stale)
+        doubtful = alive > (view.waiting_known > view.stale)
         if np.count_nonzero(doubtful):
             queue = np.where(doubtful, np.maximum(queue, ctx.load.requests), queue)
         of_alive = queue[alive]
@@ -41,10 +42,19 @@ class KvCacheUtilizationScorer:
     """`kv-cache-utilization-scorer`: 1 - the scraped share of the KV cache in use.
 
     Stale: the last value counts. Never scraped: usage counts as 0, so a new endpoint is not taken for full.
+    Scraped, but no page told it: usage counts as the median (the lower of two) of those in question that
+    tell, so that an engine without the series neither draws all requests nor gets none.
     """
 
     def score(self, ctx: Ctx, alive: Mask) -> Floats:
-        return 1.0 - ctx.view.kv_usage
+        view = ctx.view
+        usage = view.kv_usage
+        untold = view.present > view.kv_known
+        if np.count_nonzero(untold):
+            told = np.sort(usage[alive & view.kv_known])
+            usage = np.where(untold, told[(len(told) - 1) // 2] if len(told) else 0.0, usage)
+        scores: Floats = 1.0 - usage
+        return scores
 
 
 class PrefixCacheScorerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):

@@ -16,7 +16,8 @@ from epp.kvcache.approximate import ApproximateParams, ApproximatePrefixProducer
 from epp.kvcache.capacity import CacheEstimate, Forecast
 from epp.kvcache.hashing import chain_keys
 from epp.payload.records import Api, InferenceRequest, Usage
-from epp.pool.records import Endpoint, Load, PoolView
+from epp.pool.records import Endpoint, Load
+from epp.pool.store import empty_view
 from epp.scheduling.ports import Ctx
 from epp.scheduling.records import (
     Cause,
@@ -72,24 +73,12 @@ class Fleet:
     def __init__(self, real_tokens: int, endpoints: int, says: Says) -> None:
         self.says = says
         self.engines = [Engine(real_tokens) for _ in range(endpoints)]
-        members = tuple([Endpoint(f"uid-{n}", f"pod-{n}", "ns", f"10.0.0.{n}", 80) for n in range(endpoints)])
-        self.view = PoolView(
-            capacity=endpoints,
-            endpoints=members,
-            host_ports=tuple([endpoint.host_port for endpoint in members]),
-            identity=np.arange(endpoints, dtype=np.uint64),
-            candidates=np.ones(endpoints, np.bool_),
-            present=np.ones(endpoints, np.bool_),
-            stale=np.zeros(endpoints, np.bool_),
-            waiting=np.zeros(endpoints),
-            running=np.zeros(endpoints),
-            kv_usage=np.zeros(endpoints),
-            block_size=np.full(endpoints, ENGINE_BLOCK_TOKENS),
-            cache_tokens=np.full(endpoints, STATED_TOKENS),
-            hit_tokens=np.full(endpoints, np.nan),
-            query_tokens=np.full(endpoints, np.nan),
-            scraped_at=np.zeros(endpoints),
+        self.view = empty_view(endpoints)
+        self.view.endpoints = tuple(
+            [Endpoint(f"uid-{n}", f"pod-{n}", "ns", f"10.0.0.{n}", 80) for n in range(endpoints)]
         )
+        self.view.block_size[:] = ENGINE_BLOCK_TOKENS
+        self.view.cache_tokens[:] = STATED_TOKENS
         self.producer = ApproximatePrefixProducer("approx", ApproximateParams(), self.view, b"secret")
         self.served = 0
 

@@ -99,10 +99,11 @@ class Model:
             life.waiting, life.scraped_at = float(amount), self.now
             self.store.sampled(life.slot, EngineSample(waiting=float(amount)), self.now)
         else:
-            life.refused = action == "refused"
+            refused = action == "refused"
+            life.refused = life.refused or refused
             for _ in range(1 + amount % 3):
                 life.failures += 1
-                self.store.failed(life.slot, refused=life.refused, now=self.now)
+                self.store.failed(life.slot, refused=refused, now=self.now)
 
     def sync(self, endpoints: list[Endpoint]) -> None:
         wanted = {one.uid: one for one in endpoints}
@@ -211,6 +212,12 @@ class NeverForgives(PoolStore):
         self._failures[slot] = failures
 
 
+class ForgetsARefusal(PoolStore):
+    def failed(self, slot: int, *, refused: bool, now: float) -> None:
+        self._refused[slot] = False
+        super().failed(slot, refused=refused, now=now)
+
+
 class KeepsTheSlotAtANewAddress(PoolStore):
     def sync(self, endpoints: list[Endpoint], now: float) -> store_module.Change:  # type: ignore[override]
         known = {one.uid: one for _, one in self.roster}
@@ -228,6 +235,7 @@ FAULTS = [
     LeavesFactsBehind,
     LetsAllLeave,
     NeverForgives,
+    ForgetsARefusal,
     KeepsTheSlotAtANewAddress,
     DoesNotSeeAnswers,
 ]

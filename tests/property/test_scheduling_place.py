@@ -46,12 +46,14 @@ def pools(draw: st.DrawFn) -> list[Any]:
             cached=draw(st.sampled_from([0, 0, 50, 88, 92, 100])),
             in_flight=draw(st.integers(0, 9)),
             present=draw(st.integers(0, 5)) > 0,
+            untold=draw(st.integers(0, 5)) == 0,
             stale=draw(st.integers(0, 5)) == 0,
             candidate=draw(st.integers(0, 4)) > 0,
         )
         for name in names
     ]
-    rows = [replace(row, waiting=0, kv=0.0, stale=False) if not row.present else row for row in rows]
+    rows = [replace(row, stale=row.stale and row.present) for row in rows]
+    rows = [replace(row, waiting=0, kv=0.0) if row.untold or not row.present else row for row in rows]
     if draw(st.booleans()):
         rows = [replace(rows[0], name=row.name, candidate=row.candidate) for row in rows]
     rows[0] = replace(rows[0], candidate=True)
@@ -117,13 +119,15 @@ def _totals(rows: list[Any]) -> list[float]:
     """The default profile's formulas, row by row."""
     queues = []
     for row in rows:
-        doubtful = row.stale or not row.present
+        doubtful = row.stale or row.untold or not row.present
         queues.append(max(row.waiting, row.in_flight) if doubtful else row.waiting)
     alive = [queue for queue, row in zip(queues, rows, strict=True) if row.candidate]
     low, high = min(alive), max(alive)
+    told = sorted(row.kv for row in rows if row.candidate and row.present and not row.untold)
+    median = told[(len(told) - 1) // 2] if told else 0.0
     return [
         2 * (1.0 if low == high else (high - queue) / (high - low))
-        + 2 * (1 - row.kv)
+        + 2 * (1 - (median if row.present and row.untold else row.kv))
         + 3 * row.cached / pool.TOTAL_BLOCKS
         for queue, row in zip(queues, rows, strict=True)
     ]

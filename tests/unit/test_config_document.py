@@ -29,6 +29,10 @@ from epp.errors import ConfigError
         ("--- \na: 1\n", {"a": 1}),
         ("\ufeffa: 1\n", {"a": 1}),
         ("a: &anchor 1\n", {"a": 1}),
+        ("a: &x 1\nb: *x\nc: [*x, &x 2, *x]\n", {"a": 1, "b": 1, "c": [1, 2, 2]}),
+        ("a: &x {k: [1, {l: 2}]}\nb: &y [*x]\nc: *y\n",
+         {"a": {"k": [1, {"l": 2}]}, "b": [{"k": [1, {"l": 2}]}], "c": [{"k": [1, {"l": 2}]}]}),
+        ("- &x []\n- *x\n- &y {}\n- *y\n- &z\n- *z\n", [[], [], {}, {}, None, None]),
     ],
 )  # fmt: skip
 def test_values(text: str, value: Any) -> None:
@@ -57,8 +61,12 @@ def test_lines() -> None:
         ("a: [1, 2\n", "line 2, column 1: not valid YAML"),
         ("a: 'x\n", "line 2, column 1: not valid YAML"),
         ("a: 1\nb: 2\na: 3\n", "line 3, column 1: key 'a' appears twice"),
-        ("a: &x [1]\nb: *x\n", r"line 2, column 4: alias \*x: aliases are not supported"),
-        ("a: &x\n  b: *x\n", r"line 2, column 6: alias \*x"),
+        ("a: *x\nb: &x 1\n", r"line 1, column 4: alias \*x: there is no &x before it"),
+        ("a: &x\n  b: *x\n", r"line 2, column 6: alias \*x stands in what it names"),
+        ("a: &x\n  b:\n  - *x\n", r"line 3, column 5: alias \*x stands in what it names"),
+        ("a: &x k\n*x : 1\n", "line 2, column 1: a key must be a plain text"),
+        (f"a: &x {'y' * 60_000}\nb: [{'*x,' * 20}]\n", "line 2, column 56: aliases repeat more"),
+        ("- &x [1]\n" + "- &y [*x]\n- &x [*y]\n" * 20, f"line 32, column 7: nested deeper than {MAX_DEPTH}"),
         ("a: !!python/object:x {}\n", "line 1, column 4: tag tag:yaml.org,2002:python/object:x"),
         ("a: !x 1\n", "line 1, column 4: tag !x"),
         ("? [a]\n: 1\n", "line 1, column 3: a key must be a plain text"),
@@ -78,11 +86,22 @@ def test_refused(text: str | bytes, expected: str) -> None:
         read_document(text, "file.yaml")
 
 
-def test_growing_by_aliases_is_refused_at_the_first() -> None:
-    bomb = "a: &a [x, x]\n" + "".join(
-        f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+def test_a_copy_is_of_its_own_and_has_the_lines_of_its_text() -> None:
+    document = read_document("a: &x\n  b: 1\n  c: [2]\nd:\n- *x\n", "f")
+    first, second = document.value["a"], document.value["d"][0]
+    assert first == second
+    assert first is not second
+    assert first["c"] is not second["c"]
+    lines = {path: line for path, line in document.lines.items() if path.startswith("$.d[0]")}
+    assert lines == {"$.d[0]": 5, "$.d[0].b": 2, "$.d[0].c": 3, "$.d[0].c[0]": 3}
+
+
+def test_growing_by_aliases_ends_at_the_bound() -> None:
+    names = [f"n{number}" for number in range(25)]
+    bomb = f"{names[0]}: &{names[0]} [x, x]\n" + "".join(
+        f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip(names, names[1:], strict=False)
     )
-    with pytest.raises(ConfigError, match="line 2, column 8: alias"):
+    with pytest.raises(ConfigError, match=f"line 1[0-9], column .*: more than {MAX_VALUES} values"):
         read_document(bomb, "f")
 
 

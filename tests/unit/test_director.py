@@ -24,7 +24,6 @@ from epp.scheduling.records import (
     Ended,
     FactKey,
     FirstToken,
-    Leg,
     Placement,
     PrefixMatch,
     Progress,
@@ -40,21 +39,19 @@ class Recorder:
     def __init__(self) -> None:
         self.load_seen = -1
         self.failed: list[object] = []
-        self.elsewhere: list[str] = []
+        self.elsewhere: list[tuple[str, bool]] = []
         self.facts: list[AnswerFact] = []
         self.placements = 0
 
-    def chosen(self, prepared: Prepared, legs: tuple[Leg, ...], ctx: Ctx) -> None:
+    def placed(self, prepared: Prepared, ticket: Ticket, ctx: Ctx) -> None:
         self.load_seen = int(ctx.load.requests.sum())
-
-    def placed(self, prepared: Prepared, ticket: Ticket) -> None:
         self.placements += 1
 
     def plugin_failed(self, plugin: object, error: Exception) -> None:
         self.failed.append(plugin)
 
-    def served_elsewhere(self, ticket: Ticket, served: str) -> None:
-        self.elsewhere.append(served)
+    def served_elsewhere(self, ticket: Ticket, served: str, in_pool: bool) -> None:
+        self.elsewhere.append((served, in_pool))
 
     def observed(self, prepared: Prepared, ticket: Ticket, fact: AnswerFact, now: float) -> None:
         self.facts.append(fact)
@@ -200,7 +197,7 @@ def test_an_answer_from_outside_the_pool_is_reported_and_still_released() -> Non
     bench = Bench()
     placement = bench.place()
     bench.director.observe(placement.ticket, AnswerHeaders(200, "192.0.2.1:80", False), 2.0)
-    assert bench.recorder.elsewhere == ["192.0.2.1:80"]
+    assert bench.recorder.elsewhere == [("192.0.2.1:80", False)]
     bench.director.observe(placement.ticket, Ended(Cause.NATURAL, None, 1, 1), 3.0)
     assert bench.ledger.total_requests == 0
 

@@ -10,6 +10,7 @@ import pytest
 from epp.kvcache.approximate import ApproximateParams, ApproximatePrefixProducer
 from epp.payload.records import Api, InferenceRequest, Usage
 from epp.pool.records import Endpoint, Load, PoolView
+from epp.pool.store import empty_view
 from epp.scheduling.ports import Ctx
 from epp.scheduling.records import (
     AnswerHeaders,
@@ -29,23 +30,8 @@ from epp.scheduling.records import (
 def pool_view(count: int, capacity: int | None = None) -> PoolView:
     capacity = capacity or count
     endpoints = [Endpoint(f"uid-{n}", f"pod-{n}", "default", f"10.0.0.{n}", 8000) for n in range(count)]
-    view = PoolView(
-        capacity=capacity,
-        endpoints=(*endpoints, *[None] * (capacity - count)),
-        host_ports=(*[endpoint.host_port for endpoint in endpoints], *[""] * (capacity - count)),
-        identity=np.arange(capacity, dtype=np.uint64),
-        candidates=np.zeros(capacity, np.bool_),
-        present=np.zeros(capacity, np.bool_),
-        stale=np.zeros(capacity, np.bool_),
-        waiting=np.zeros(capacity),
-        running=np.zeros(capacity),
-        kv_usage=np.zeros(capacity),
-        block_size=np.zeros(capacity, np.int64),
-        cache_tokens=np.zeros(capacity, np.int64),
-        hit_tokens=np.full(capacity, np.nan),
-        query_tokens=np.full(capacity, np.nan),
-        scraped_at=np.zeros(capacity),
-    )
+    view = empty_view(capacity)
+    view.endpoints = (*endpoints, *[None] * (capacity - count))
     view.candidates[:count] = view.present[:count] = True
     return view
 

@@ -138,6 +138,18 @@ def test_what_a_sample_does_not_tell_keeps_its_value() -> None:
     assert view.scraped_at[0] == 5.0
 
 
+def test_what_no_page_told_is_unknown() -> None:
+    store = PoolStore()
+    store.sync([endpoint(0)], 0.0)
+    view = store.view
+    store.sampled(0, EngineSample(running=1.0), 0.0)
+    assert (view.present[0], view.waiting_known[0], view.kv_known[0]) == (True, False, False)
+    store.sampled(0, EngineSample(kv_usage=0.5), 0.0)
+    store.sampled(0, EngineSample(waiting=0.0), 0.0)
+    store.sampled(0, EngineSample(running=1.0), 0.0)
+    assert (view.waiting_known[0], view.kv_known[0], view.kv_usage[0]) == (True, True, 0.5)
+
+
 def test_a_sample_without_load_proves_reachable_and_no_more() -> None:
     store = PoolStore()
     store.sync([endpoint(0), endpoint(1)], 0.0)
@@ -169,6 +181,16 @@ def test_a_refusing_endpoint_is_out_at_once_though_an_answer_flows() -> None:
     store.answering(0, 1.0)
     store.failed(0, refused=True, now=1.0)
     assert np.flatnonzero(store.view.candidates).tolist() == [1]
+
+
+def test_an_endpoint_that_refused_stays_out_until_it_is_read() -> None:
+    store = PoolStore()
+    store.sync([endpoint(0), endpoint(1)], 0.0)
+    store.failed(0, refused=True, now=1.0)
+    store.failed(0, refused=False, now=2.0)
+    assert np.flatnonzero(store.view.candidates).tolist() == [1]
+    store.sampled(0, FULL, 3.0)
+    assert store.view.candidates.sum() == 2
 
 
 @pytest.mark.parametrize(("interval_s", "fresh_for_s"), [(0.2, 2.0), (1.0, 3.0), (5.0, 15.0)])

@@ -67,6 +67,8 @@ def scores(scorer: Any, rows: list[Any], **options: Any) -> list[float]:
         # Never scraped: what is in flight.
         ([Row("1", in_flight=3, present=False), Row("2", waiting=4), Row("3")], [0.25, 0, 1]),
         ([Row("1", present=False), Row("2", waiting=4), Row("3", waiting=2)], [1, 0, 0.5]),
+        # A page without the series is no page of an idle engine: what is in flight.
+        ([Row("1", in_flight=3, untold=True), Row("2", waiting=4), Row("3")], [0.25, 0, 1]),
     ],
 )
 def test_queue_scorer(rows: list[Any], expected: list[float]) -> None:
@@ -90,6 +92,21 @@ def test_queue_scorer_normalises_over_the_endpoints_in_question() -> None:
 )
 def test_kv_cache_utilization_scorer(row: Any, expected: float) -> None:
     assert scores(KvCacheUtilizationScorer(), [row]) == pytest.approx([expected])
+
+
+@pytest.mark.parametrize(
+    ("usages", "expected"),
+    [((0.2, 0.9, 0.3), 0.7), ((0.9, 0.2), 0.8), ((0.5,), 0.5), ((0.0, 0.0), 1.0), ((), 1.0)],
+)
+def test_unknown_kv_usage_counts_as_the_median_of_the_others(
+    usages: tuple[float, ...], expected: float
+) -> None:
+    others = [Row(str(number), kv=usage) for number, usage in enumerate(usages, 2)]
+    others += [Row("8", kv=0.99, candidate=False), Row("9", present=False)]
+    found = scores(KvCacheUtilizationScorer(), [Row("1", untold=True), *others])
+    assert found[0] == pytest.approx(expected)
+    assert found[1 : 1 + len(usages)] == pytest.approx([1 - usage for usage in usages])
+    assert found[-1] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ ROWS = [
     Row("5", candidate=False),
     Row("6"),
     Row("7", waiting=1),
+    Row("8", running=3, untold=True),
 ]
 
 
@@ -79,6 +80,7 @@ def test_every_member_is_accounted_for() -> None:
         "5": "not ready",
         "6": "outside the subset",
         "7": "no-7",
+        "8": None,
     }
     assert [seen.name for seen in leg.endpoints if seen.chosen] == ["1"]
     assert [seen.name for seen in leg.endpoints][:1] == ["1"]
@@ -112,8 +114,8 @@ def test_scores_add_up() -> None:
 def test_ranks_follow_totals_and_ties_share_them() -> None:
     _, explanation = explained()
     ranks = [(seen.name, seen.rank) for seen in explanation.legs[0].endpoints if seen.rank is not None]
-    # 2 and 4 are both idle and cold.
-    assert ranks == [("1", 1), ("2", 2), ("4", 2), ("3", 4)]
+    # 2 and 4 are both idle and cold; of 8 nobody knows how full it is.
+    assert ranks == [("1", 1), ("2", 2), ("4", 2), ("8", 4), ("3", 5)]
 
 
 def test_an_explanation_is_json() -> None:
@@ -147,6 +149,8 @@ def test_the_table_shows_it_all_within_its_width() -> None:
     assert "90%!" in stale
     (unseen,) = [line for line in lines if "10.0.0.4:8000" in line]
     assert unseen.split()[3:6] == ["?", "?", "?"]
+    (untold,) = [line for line in lines if "10.0.0.8:8000" in line]
+    assert untold.split()[3:6] == ["?", "3", "?"]
     assert any(line.endswith("outside the subset") for line in lines)
     assert any(line.endswith("no-7") for line in lines)
 

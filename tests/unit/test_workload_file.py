@@ -78,6 +78,8 @@ def test_every_prompt_of_the_demo_fits_an_engine() -> None:
         ({"chats__groups": None}, "$.chats", "missing required field `groups`"),
         ({"chats__colour": "red"}, "$.chats", "unknown field `colour`"),
         ({"seed": "one"}, "$.seed", "Expected `int`"),
+        ({"colour": "red"}, "", "Object contains unknown field `colour`"),
+        ({"chats__turns": [4, 2**40]}, "$.fleet.max_model_len", "the longest chat possible"),
     ],
 )
 def test_wrong_workload_file_names_the_field(
@@ -176,6 +178,7 @@ def test_trace_can_be_cut(tmp_path: Path) -> None:
         ({**line(0, [1]), "input_length": 0}, "line 2: .*input_length"),
         ({**line(0, [1]), "output_length": "many"}, "line 2: .*output_length"),
         ({**line(0, [1]), "timestamp": -1}, "line 2: .*timestamp"),
+        ('{"more": ' + "[" * 100_000 + "\n", "line 2: .*recursion"),
         (
             {**line(0, [1]), "input_length": 1000},
             "line 2: 1000 input tokens are 2 blocks of 512, but hash_ids holds 1",

@@ -7,12 +7,14 @@ configuration file. Scraped facts are set as a scrape would set them.
 import importlib.util
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from random import Random
 from types import ModuleType
 from typing import Any, NamedTuple
+
+import yaml
 
 from epp.config.load import build, default_config, load_config
 from epp.director import Director, Plugins, Refusal
@@ -38,6 +40,7 @@ from epp.extproc.records import (
     Routed,
     Send,
 )
+from epp.payload.records import RawRequest
 from epp.pool.ledger import InflightLedger
 from epp.pool.metrics_page import EngineSample
 from epp.pool.records import Endpoint
@@ -106,7 +109,7 @@ class Line:
                 self.assembly.placed,
                 self.assembly.answered,
             ),
-            RuntimeRecorder(self.metrics),
+            RuntimeRecorder(self.metrics, self.store.view),
             Random(7),
             max_body_bytes=Limits().body_bytes,
             use_subset=use_subset,
@@ -142,9 +145,9 @@ class Line:
         stream.request(*body, **request)
         return stream
 
-    def sample(self, name: str, **labels: str) -> float | None:
-        """The value of one series of the picker's own metrics page."""
-        return self.metrics.registry.get_sample_value(f"llm_d_epp_{name}", labels)
+    def sample(self, series: str, **labels: str) -> float | None:
+        """One value of the picker's own metrics page."""
+        return self.metrics.registry.get_sample_value(f"llm_d_epp_{series}", labels)
 
     @property
     def idle(self) -> bool:
@@ -154,12 +157,19 @@ class Line:
 
 
 class Stream:
-    """One ext-proc stream. `replies` are in the notation of the exchange's conformance scripts."""
+    """One ext-proc stream.
+
+    Attributes:
+        wire, replies: what the picker said, as bytes and in the notation of the exchange's scripts.
+        raw: the request as it was routed.
+        finished: the exchange has ended.
+    """
 
     def __init__(self, line: Line, exchange: Exchange) -> None:
         self.line = line
         self.wire: list[bytes] = []
         self.replies: list[dict[str, Any]] = []
+        self.raw: RawRequest | None = None
         self.finished = False
         self._exchange = exchange
 
@@ -200,7 +210,10 @@ class Stream:
 
     def say(self, event: Event) -> None:
         """One message of the proxy, as bytes."""
-        self._perform(codec.decode(script.to_wire(event), self.line.now))
+        self.say_bytes(script.to_wire(event))
+
+    def say_bytes(self, message: bytes) -> None:
+        self._perform(codec.decode(message, self.line.now))
 
     # -- what the picker said ---------------------------------------------------------------------
 
@@ -267,7 +280,8 @@ class Stream:
                         assert not self.finished
                         self.finished = True
 
-    def _route(self, raw: Any) -> Routed | Refused:
+    def _route(self, raw: RawRequest) -> Routed | Refused:
+        self.raw = raw
         director, now = self.line.director, self.line.now
         try:
             prepared = director.prepare(raw, now)
@@ -301,27 +315,20 @@ def _encoded(fields: dict[str, str]) -> Headers:
     return tuple((name, value.encode()) for name, value in fields.items())
 
 
-def profile(*uses: str, picker: str = "") -> str:
-    """A configuration whose one profile has these scorers, `type` or `type=weight`."""
-    types = [use.partition("=")[0] for use in uses]
-    references = [
-        f"  - pluginRef: {use.partition('=')[0]}" + (f"\n    weight: {use.partition('=')[2]}" * ("=" in use))
-        for use in uses
-    ]
-    lines = [
-        "apiVersion: llm-d.ai/v1alpha1",
-        "kind: EndpointPickerConfig",
-        "plugins:",
-        *(f"- type: {name}" for name in types),
-        *([picker] if picker else []),
-        "schedulingProfiles:",
-        "- name: default",
-        "  plugins:",
-        *references,
-        *(["  - pluginRef: max-score-picker"] if picker else []),
-    ]
-    return "\n".join(lines) + "\n"
+def profile(*scorers: str, picks: int = 1) -> str:
+    """A configuration whose one profile has these scorers with weight 1, and names `picks` endpoints."""
+    config = {
+        "apiVersion": "llm-d.ai/v1alpha1",
+        "kind": "EndpointPickerConfig",
+        "plugins": [
+            *({"type": scorer} for scorer in scorers),
+            {"type": "max-score-picker", "parameters": {"maxNumOfEndpoints": picks}},
+        ],
+        "schedulingProfiles": [
+            {"name": "default", "plugins": [{"pluginRef": name} for name in (*scorers, "max-score-picker")]}
+        ],
+    }
+    return yaml.safe_dump(config)
 
 
 WEIGHTS_ONE = profile("queue-scorer", "kv-cache-utilization-scorer", "prefix-cache-scorer")
-Pick = Callable[..., Stream]

@@ -8,7 +8,8 @@ import numpy as np
 import xxhash
 
 from epp.payload.records import Api, InferenceRequest
-from epp.pool.records import Endpoint, Load, PoolView
+from epp.pool.records import Endpoint, Load
+from epp.pool.store import empty_view
 from epp.scheduling.pickers import MaxScorePicker, MaxScorePickerParams
 from epp.scheduling.ports import Ctx, Picker
 from epp.scheduling.profiles import PickerStep, Profile, ScorerStep
@@ -27,7 +28,7 @@ BLOCK_TOKENS = 64
 
 @dataclass(frozen=True)
 class Row:
-    """One endpoint. `cached`: leading blocks held, of TOTAL_BLOCKS."""
+    """One endpoint. `cached`: leading blocks held, of TOTAL_BLOCKS. `untold`: the page lacks the load."""
 
     name: str
     waiting: float = 0
@@ -36,6 +37,7 @@ class Row:
     cached: int = 0
     in_flight: int = 0
     present: bool = True
+    untold: bool = False
     stale: bool = False
     candidate: bool = True
 
@@ -52,33 +54,24 @@ def context(
     places = list(slots) if slots is not None else list(range(len(rows)))
     size = capacity if capacity is not None else max(places, default=-1) + 3
 
-    def column(values: Sequence[float], dtype: type) -> np.ndarray:
-        filled = np.zeros(size, dtype)
-        filled[places] = values
-        return filled
-
     endpoints: list[Endpoint | None] = [None] * size
     for place, row in zip(places, rows, strict=True):
         endpoints[place] = Endpoint(row.name, row.name, "default", f"10.0.0.{row.name}", 8000)
-    view = PoolView(
-        capacity=size,
-        endpoints=tuple(endpoints),
-        host_ports=tuple("" if endpoint is None else endpoint.host_port for endpoint in endpoints),
-        identity=column([xxhash.xxh3_64_intdigest(row.name.encode()) for row in rows], np.uint64),
-        candidates=column([row.candidate for row in rows], np.bool_),
-        present=column([row.present for row in rows], np.bool_),
-        stale=column([row.stale for row in rows], np.bool_),
-        waiting=column([row.waiting for row in rows], np.float64),
-        running=column([row.running for row in rows], np.float64),
-        kv_usage=column([row.kv for row in rows], np.float64),
-        block_size=column([16 for _ in rows], np.int64),
-        cache_tokens=column([0 for _ in rows], np.int64),
-        hit_tokens=np.full(size, np.nan),
-        query_tokens=np.full(size, np.nan),
-        scraped_at=np.zeros(size),
-    )
-    load = Load(column([row.in_flight for row in rows], np.int64), np.zeros(size, np.int64))
-    blocks = column([row.cached for row in rows], np.int64)
+    view = empty_view(size)
+    view.endpoints = tuple(endpoints)
+    view.host_ports = tuple("" if endpoint is None else endpoint.host_port for endpoint in endpoints)
+    view.identity[places] = [xxhash.xxh3_64_intdigest(row.name.encode()) for row in rows]
+    view.candidates[places] = [row.candidate for row in rows]
+    view.present[places] = [row.present for row in rows]
+    view.stale[places] = [row.stale for row in rows]
+    view.waiting_known[places] = view.kv_known[places] = [row.present and not row.untold for row in rows]
+    view.waiting[places] = [row.waiting for row in rows]
+    view.running[places] = [row.running for row in rows]
+    view.kv_usage[places] = [row.kv for row in rows]
+    load = Load(np.zeros(size, np.int64), np.zeros(size, np.int64))
+    load.requests[places] = [row.in_flight for row in rows]
+    blocks = np.zeros(size, np.int64)
+    blocks[places] = [row.cached for row in rows]
     match = PrefixMatch(blocks, total_blocks, BLOCK_TOKENS, total_blocks * BLOCK_TOKENS)
     request = InferenceRequest(Api.CHAT, "model", "model", prompt_tokens=match.total_tokens)
     facts = {FactKey(PREFIX_MATCH, DEFAULT_PREFIX_PRODUCER): match}

@@ -1,0 +1,333 @@
+"""Streams over the real transport into the real router and director: late results, aborts, faults, order."""
+
+import asyncio
+import gzip
+import importlib.util
+import multiprocessing
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import grpc
+import pytest
+
+from epp.runtime import stream as stream_module
+from epp.runtime.app import App
+
+DATA = Path(__file__).parents[1] / "data"
+LARGE = 2_500_000
+
+
+def _module(name: str, file: Path) -> ModuleType:
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+wire = _module("extproc_over_wire", DATA / "extproc" / "over_wire.py")
+runtime = _module("runtime_picker", DATA / "runtime" / "picker.py")
+
+
+class Served:
+    """A picker, its port and a channel to it."""
+
+    def __init__(self, app: App, channel: Any, transport: Any, counts: Any) -> None:
+        self.app = app
+        self.channel = channel
+        self.transport = transport
+        self.counts = counts
+
+    async def send(self, *messages: bytes) -> Any:
+        call = wire.process(self.channel)
+        for message in messages:
+            await call.write(message)
+        return call
+
+    async def child(self, number: signal.Signals) -> None:
+        """Send a signal to the process that reads large bodies, once those of other tests are gone."""
+        await wire.until(lambda: len(multiprocessing.active_children()) == 1, "one child")
+        (child,) = multiprocessing.active_children()
+        assert child.pid is not None
+        os.kill(child.pid, number)
+
+    async def over(self) -> None:
+        """Every stream has ended and nothing is left of it."""
+        await wire.until(lambda: self.counts.open == 0, "no stream is open")
+        await wire.until(runtime.nothing_left(self.app), "nothing is left")
+        assert not any(runtime.left_over(self.app).values()), runtime.left_over(self.app)
+
+
+@asynccontextmanager
+async def served(app: App | None = None) -> AsyncIterator[Served]:
+    app = app or runtime.picker()
+    counts = wire.Counts()
+    transport = runtime.transport(app, counts.hooks())
+    try:
+        async with wire.listening(transport) as channel:
+            yield Served(app, channel, transport, counts)
+    finally:
+        app.router.close()
+
+
+async def finish(call: Any) -> list[bytes]:
+    """All replies to the end of the stream."""
+    replies = []
+    while (message := await wire.read(call)) is not None:
+        replies.append(message)
+    return replies
+
+
+async def test_a_small_request_from_headers_to_the_end_of_its_answer() -> None:
+    async with served() as picker:
+        body = runtime.chat()
+        call = await picker.send(runtime.request_headers(), *runtime.request_body(body))
+        head, piece = await wire.read(call), await wire.read(call)
+        assert (runtime.kind(head), runtime.piece_of(piece)) == ("request_headers", body)
+        assert runtime.left_over(picker.app)["requests"] == 1
+        await call.write(runtime.response_headers())
+        await call.write(runtime.response_body(b"{}"))
+        assert [runtime.kind(reply) for reply in await finish(call)] == ["response_headers", "response_body"]
+        assert await call.code() is grpc.StatusCode.OK
+        await picker.over()
+        assert picker.counts.codes == {"OK": 1}
+
+
+async def test_a_large_body_is_read_elsewhere_and_its_late_result_written() -> None:
+    async with served() as picker:
+        body = runtime.chat("x" * LARGE)
+        call = await picker.send(runtime.request_headers(), *runtime.request_body(body))
+        head = await wire.read(call)
+        # The proxy does not read on while it sends what the engine answered.
+        await call.write(runtime.response_headers(content_type=runtime.SSE))
+        await call.write(runtime.response_body(b"data: x\n\n", end=False))
+        await call.write(runtime.response_body(b"data: [DONE]\n\n"))
+        replies = await finish(call)
+        kinds = [runtime.kind(reply) for reply in replies]
+        pieces = kinds.count("request_body")
+        assert runtime.kind(head) == "request_headers"
+        assert pieces > 40
+        assert kinds == ["request_body"] * pieces + ["response_headers", "response_body", "response_body"]
+        assert b"".join(map(runtime.piece_of, replies[:pieces])) == body
+        await picker.over()
+
+
+@pytest.mark.parametrize("encoding", ["", "gzip"])
+async def test_what_is_wrong_with_a_large_body_comes_back_and_ends_the_stream(encoding: str) -> None:
+    broken = runtime.chat("x" * LARGE)[:-1]
+    headers = {"content_encoding": encoding} if encoding else {}
+    if encoding:
+        broken = gzip.compress(broken[:LARGE] + random.Random(1).randbytes(100_000).hex().encode())
+    async with served() as picker:
+        call = await picker.send(runtime.request_headers(**headers), *runtime.request_body(broken))
+        replies = await finish(call)
+        status, error = runtime.refusal(replies[0])
+        assert (len(replies), status, error["code"]) == (1, 400, 400)
+        assert "JSON" in error["message"] or "json" in error["message"]
+        assert await call.code() is grpc.StatusCode.OK
+        await picker.over()
+
+
+async def test_a_large_body_that_inflates_over_the_limit_gets_413() -> None:
+    app = runtime.picker(max_request_body_bytes=4 << 20)
+    body = gzip.compress(runtime.chat("x" * (8 << 20)) + random.Random(1).randbytes(100_000))
+    async with served(app) as picker:
+        call = await picker.send(
+            runtime.request_headers(content_encoding="gzip"), *runtime.request_body(body)
+        )
+        status, error = runtime.refusal((await finish(call))[0])
+        assert status == 413
+        assert "4194304" in error["message"]
+        await picker.over()
+
+
+async def test_a_client_that_leaves_while_its_large_body_is_read() -> None:
+    async with served() as picker:
+        body = runtime.chat("x" * LARGE)
+        warm = await picker.send(runtime.request_headers(), *runtime.request_body(body))
+        await wire.read(warm)
+        await picker.child(signal.SIGSTOP)
+        calls = [await picker.send(runtime.request_headers(), *runtime.request_body(body)) for _ in range(3)]
+        await wire.until(lambda: picker.app.budget.used == 3 * len(body), "all bodies are held")
+        for call in (warm, *calls):
+            call.cancel()
+        await picker.over()
+        await picker.child(signal.SIGCONT)
+        # The placements come after their streams have ended, and are given back at once.
+        await wire.until(lambda: runtime.sample(picker.app, "request_total") == 4, "late placements")
+        await picker.over()
+
+
+async def test_the_child_that_dies_is_replaced_and_nobody_notices() -> None:
+    async with served() as picker:
+        body = runtime.chat("x" * LARGE)
+        for _ in range(2):
+            call = await picker.send(runtime.request_headers(), *runtime.request_body(body))
+            assert runtime.kind(await wire.read(call)) == "request_headers"
+            call.cancel()
+            await picker.child(signal.SIGKILL)
+        await picker.over()
+
+
+async def test_a_message_that_is_not_legal_ends_its_stream_alone() -> None:
+    async with served() as picker:
+        other = await picker.send(runtime.request_headers(end=True, path="/v1/models"))
+        await wire.read(other)
+        call = await picker.send(runtime.request_headers(), *runtime.request_body(runtime.chat()))
+        await wire.read(call)
+        await wire.read(call)
+        await call.write(runtime.request_headers())
+        assert await finish(call) == []
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "request headers message in state ended" in await call.details()
+        await wire.until(lambda: picker.counts.open == 1, "the broken stream is over")
+        assert runtime.left_over(picker.app)["tickets"] == 1
+        await other.write(runtime.response_headers(404))
+        assert runtime.kind(await wire.read(other)) == "response_headers"
+        other.cancel()
+        await picker.over()
+
+
+async def test_bytes_that_are_no_message() -> None:
+    async with served() as picker:
+        call = await picker.send(b"\xff\xff\xff")
+        await finish(call)
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "ProcessingRequest" in await call.details()
+        await picker.over()
+        assert picker.counts.codes == {"INVALID_ARGUMENT": 1}
+
+
+async def test_a_message_above_the_limit_ends_its_stream_and_one_below_gets_413() -> None:
+    app = runtime.picker(max_request_body_bytes=3 << 20)
+    async with served(app) as picker:
+        one_and_a_half = runtime.request_body(b"x" * (5 << 20), piece=5 << 20)
+        call = await picker.send(runtime.request_headers(), *one_and_a_half)
+        assert runtime.refusal((await finish(call))[0])[0] == 413
+        call = await picker.send(runtime.request_headers(), *runtime.request_body(b"x" * (7 << 20), 7 << 20))
+        assert await finish(call) == []
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await picker.over()
+
+
+async def test_half_closing_before_the_end_is_an_abort() -> None:
+    async with served() as picker:
+        call = await picker.send(runtime.request_headers(), *runtime.request_body(runtime.chat()))
+        await wire.read(call)
+        await call.done_writing()
+        await finish(call)
+        await picker.over()
+        assert picker.counts.codes == {"CANCELLED": 1}
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_fault_of_ours_gives_back_what_was_charged(
+    late: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first reply to a placed request cannot be written: its ticket is charged already."""
+
+    def encode(reply: Any) -> bytes:
+        raise RuntimeError("planted")
+
+    async with served() as picker:
+        monkeypatch.setattr(stream_module, "encode", encode)
+        body = runtime.chat("x" * (LARGE if late else 10))
+        call = await picker.send(runtime.request_headers(), *runtime.request_body(body))
+        assert await finish(call) == []
+        assert await call.code() is grpc.StatusCode.INTERNAL
+        assert "planted" not in await call.details()
+        await picker.over()
+        assert picker.counts.codes == {"INTERNAL": 1}
+        assert "planted" in caplog.text
+
+
+async def test_a_fault_in_the_director_is_an_answer_to_the_client(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served() as picker:
+
+        def place(*_: object) -> None:
+            raise RuntimeError("planted")
+
+        monkeypatch.setattr(type(picker.app.director.plugins.handler), "place", place)
+        for size in (10, LARGE):
+            body = runtime.chat("x" * size)
+            call = await picker.send(runtime.request_headers(), *runtime.request_body(body))
+            status, error = runtime.refusal((await finish(call))[0])
+            assert status == 500
+            assert "planted" not in error["message"]
+        await picker.over()
+        assert caplog.text.count("RuntimeError: planted") == 2
+
+
+async def test_streams_reset_at_random_leave_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """1,000 streams, 50 at a time, each cut after a random number of its messages and of replies read."""
+    draw = random.Random(11)
+    answer = [runtime.response_body(b"data: {}\n\n", end=False)] * 3 + [runtime.response_body(b"", end=True)]
+
+    async def one(picker: Served) -> None:
+        body = runtime.chat("y" * draw.choice((10, 1000, 70_000)))
+        messages = [
+            runtime.request_headers(),
+            *runtime.request_body(body, draw.choice((500, runtime.PIECE))),
+            runtime.response_headers(content_type=runtime.SSE),
+            *answer,
+        ]
+        call = wire.process(picker.channel)
+        for message in messages[: draw.randrange(len(messages) + 1)]:
+            try:
+                await call.write(message)
+                if draw.random() < 0.3:
+                    await asyncio.sleep(draw.random() * 0.003)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                break
+        if draw.random() < 0.2:
+            await call.done_writing()
+        call.cancel()
+
+    async with served() as picker:
+        for _ in range(20):
+            await asyncio.gather(*(one(picker) for _ in range(50)))
+        await picker.over()
+        assert sum(picker.counts.codes.values()) > 500
+        assert set(picker.counts.codes) <= {"OK", "CANCELLED", "INVALID_ARGUMENT"}
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_draining_waits_for_what_is_in_flight_and_takes_nothing_new() -> None:
+    async with served() as picker:
+        call = await picker.send(runtime.request_headers(), *runtime.request_body(runtime.chat()))
+        await wire.read(call)
+        draining = asyncio.create_task(picker.transport.drain())
+        await asyncio.sleep(0.05)
+        late = wire.process(picker.channel)
+        assert await wire.read(late) is None
+        assert await late.code() is grpc.StatusCode.UNAVAILABLE
+        assert not draining.done()
+        await wire.read(call)
+        await call.write(runtime.response_headers())
+        await call.write(runtime.response_body(b"{}"))
+        assert len(await finish(call)) == 2
+        await asyncio.wait_for(draining, wire.DEADLINE_S)
+        await picker.over()
+
+
+async def test_stopping_cuts_what_is_in_flight(caplog: pytest.LogCaptureFixture) -> None:
+    async with served() as picker:
+        call = await picker.send(runtime.request_headers(), *runtime.request_body(runtime.chat()))
+        await wire.read(call)
+        await picker.transport.stop()
+        await finish(call)
+        await picker.over()
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []

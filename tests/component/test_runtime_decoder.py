@@ -1,0 +1,206 @@
+"""Large bodies: which ones, what travels to the child and back, and a child that dies."""
+
+import asyncio
+import gzip
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from epp import errors
+from epp.errors import BadRequest, InternalError, PayloadTooLarge, RequestError
+from epp.payload.records import RawRequest
+from epp.payload.request import parse_request
+from epp.runtime import decoder as decoder_module
+from epp.runtime.decoder import CHILD_BODY_BYTES, Decoder, is_large
+
+LIMIT = 8 << 20
+PATH = "/v1/chat/completions"
+
+
+def raw(body: bytes, path: str = PATH, **headers: str) -> RawRequest:
+    named = tuple((name.replace("_", "-"), value) for name, value in headers.items())
+    return RawRequest("id", "POST", path, named, body)
+
+
+def chat(size: int) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * size}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("size", "path", "encoding", "expected"),
+    [
+        (CHILD_BODY_BYTES, PATH, "", False),
+        (CHILD_BODY_BYTES + 1, PATH, "", True),
+        (CHILD_BODY_BYTES + 1, "/v1/completions?x=1", "", True),
+        (CHILD_BODY_BYTES + 1, "/upload", "", False),
+        (CHILD_BODY_BYTES // 64, PATH, "gzip", False),
+        (CHILD_BODY_BYTES // 64 + 1, PATH, "gzip", True),
+        (CHILD_BODY_BYTES // 64 + 1, PATH, "", False),
+        (0, PATH, "gzip", False),
+    ],
+)
+def test_which_bodies_are_large(size: int, path: str, encoding: str, expected: bool) -> None:
+    headers = {"content_encoding": encoding} if encoding else {}
+    assert is_large(raw(b"x" * size, path, **headers)) is expected
+
+
+@pytest.fixture
+async def decoder() -> AsyncIterator[Decoder]:
+    made = Decoder(LIMIT)
+    yield made
+    made.close()
+
+
+async def test_the_child_reads_as_the_parent_would(decoder: Decoder) -> None:
+    plain = raw(chat(100_000))
+    zipped = raw(gzip.compress(chat(100_000)), content_encoding="gzip")
+    for request in (plain, zipped):
+        parsed = await decoder.parse(request)
+        assert parsed == parse_request(request, max_bytes=LIMIT)
+        assert parsed.body is request.body
+    assert (await decoder.parse(plain)).plain is plain.body
+
+
+async def test_a_plain_body_does_not_travel_back() -> None:
+    request = raw(chat(100_000))
+    sent_back = decoder_module._parse(request, LIMIT)
+    assert (sent_back.body, sent_back.plain) == (b"", b"")
+
+
+async def test_errors_travel_back_whole(decoder: Decoder) -> None:
+    with pytest.raises(BadRequest) as caught:
+        await decoder.parse(raw(b'{"model":"m","messages":[]}'))
+    assert caught.value.param == "messages"
+    assert "messages" in caught.value.message
+    with pytest.raises(PayloadTooLarge, match=str(LIMIT)):
+        await decoder.parse(raw(b"x" * (LIMIT + 1)))
+
+
+def test_every_request_error_survives_pickling() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    requests = [kind for kind in kinds if issubclass(kind, RequestError) and kind is not RequestError]
+    assert len(requests) >= 5
+    for kind in requests:
+        error = pickle.loads(pickle.dumps(kind("said", "field")))
+        assert (type(error), error.message, error.param, str(error)) == (kind, "said", "field", "said")
+
+
+def kill_child() -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
+
+
+async def test_a_child_that_died_is_replaced(decoder: Decoder, caplog: pytest.LogCaptureFixture) -> None:
+    request = raw(chat(10))
+    await decoder.parse(request)
+    kill_child()
+    assert (await decoder.parse(request)).request.model == "m"
+    assert "died" in caplog.text
+
+
+async def test_requests_that_share_a_dying_child_all_get_an_answer(decoder: Decoder) -> None:
+    """One of them starts the new child; the others must not end it again."""
+    await decoder.parse(raw(chat(10)))
+    (child,) = [each for each in multiprocessing.active_children() if each.is_alive()]
+    os.kill(child.pid, signal.SIGSTOP)
+    asked = [asyncio.create_task(decoder.parse(raw(chat(n)))) for n in range(8)]
+    await asyncio.sleep(0.05)
+    child.kill()
+    more = [asyncio.create_task(decoder.parse(raw(chat(n)))) for n in range(8)]
+    found = await asyncio.wait_for(asyncio.gather(*asked, *more), 60)
+    assert [parsed.request.model for parsed in found] == ["m"] * 16
+
+
+class Deadly:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self) -> tuple[object, tuple[int]]:
+        return os._exit, (1,)
+
+
+async def test_a_body_that_kills_the_child_twice_is_refused(decoder: Decoder) -> None:
+    with pytest.raises(InternalError, match="could not read this body"):
+        await decoder.parse(Deadly())
+    assert (await decoder.parse(raw(chat(10)))).request.model == "m"
+
+
+async def test_closing_gives_up_what_is_being_read() -> None:
+    decoder = Decoder(LIMIT)
+    await decoder.parse(raw(chat(10)))
+    (child,) = [each for each in multiprocessing.active_children() if each.is_alive()]
+    os.kill(child.pid, signal.SIGSTOP)
+    asked = asyncio.create_task(decoder.parse(raw(chat(20))))
+    waiting = asyncio.create_task(decoder.parse(raw(chat(30))))
+    more = asyncio.create_task(decoder.parse(raw(chat(40))))
+    await asyncio.sleep(0.05)
+    decoder.close()
+    decoder.close()
+    for task in (asked, waiting, more):
+        task.cancel()
+    await asyncio.wait([asked, waiting, more])
+    os.kill(child.pid, signal.SIGCONT)
+    child.join(20)
+    assert not child.is_alive()
+
+
+PARENT = """
+import asyncio, json, multiprocessing, sys, time
+from epp.payload.records import RawRequest
+from epp.runtime.decoder import Decoder
+
+async def main():
+    decoder = Decoder(1 << 20)
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]}).encode()
+    await decoder.parse(RawRequest("id", "POST", "/v1/chat/completions", (), body))
+    print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+    if sys.argv[1] == "wait":
+        time.sleep(60)
+    decoder.close()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("end", ["leaves", "is killed"])
+def test_the_child_ends_with_its_parent(end: str, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    argument = "leave" if end == "leaves" else "wait"
+    parent = subprocess.Popen([sys.executable, str(script), argument], stdout=subprocess.PIPE, text=True)
+    with parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        if end == "is killed":
+            parent.kill()
+        assert parent.wait(30) == (0 if end == "leaves" else -signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(pid)
+
+
+def test_parsed_records_compare_by_value() -> None:
+    """What the tests above rest on."""
+    request = raw(chat(10))
+    parsed = parse_request(request, max_bytes=LIMIT)
+    assert parsed != msgspec.structs.replace(parsed, body=b"")

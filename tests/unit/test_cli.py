@@ -1,0 +1,191 @@
+"""The command line: Go's forms of flags, command lines of existing charts, and errors in words."""
+
+import errno
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from epp.cli import main
+from epp.errors import ConfigError, Problem, WarmrouteError
+from epp.runtime import app, logs
+from epp.runtime.options import Options, flags
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def _keep_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
+    monkeypatch.delenv("NAMESPACE", raising=False)
+    monkeypatch.setattr(logs, "set_up", lambda encoder, verbosity: None)
+    yield
+    logging.getLogger("epp").setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+    """The options that `serve` was called with."""
+    called: list[Options] = []
+    monkeypatch.setattr(app, "serve", called.append)
+    return called
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments, terminal_width=100)
+
+
+def options_of(served: list[Options], *arguments: str) -> Options:
+    result = invoke("serve", *arguments)
+    assert result.exit_code == 0, result.output
+    return served[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        (["--secure-serving=false"], "secure_serving", False),
+        (["--secure-serving=F"], "secure_serving", False),
+        (["--secure-serving=0"], "secure_serving", False),
+        (["--secure-serving=true"], "secure_serving", True),
+        (["--secure-serving"], "secure_serving", True),
+        (["--tracing"], "tracing", True),
+        (["--tracing", "--seed=3"], "tracing", True),
+        (["--tracing=TRUE"], "tracing", True),
+        ([], "tracing", False),
+        (["-v=4"], "v", 4),
+        (["-v", "4"], "v", 4),
+        (["-v4"], "v", 4),
+        (["--v=4"], "v", 4),
+        (["--v", "4"], "v", 4),
+        (["--refresh-metrics-interval=2s"], "refresh_metrics_interval", 2.0),
+        (["--refresh-metrics-interval", "50ms"], "refresh_metrics_interval", 0.05),
+        (["--drain-timeout=1m30s"], "drain_timeout", 90.0),
+        (["--grpc-port=9102"], "grpc_port", 9102),
+        (["--endpoint", "a:1", "--endpoint=b=c:2"], "endpoint", ("a:1", "b=c:2")),
+        (["--seed=-1"], "seed", -1),
+        (["--pool-namespace", "n"], "pool_namespace", "n"),
+        ([], "pool_namespace", "default"),
+        (["--config-text", "a: b"], "config_text", "a: b"),
+    ],
+)
+def test_flags_in_the_go_forms(arguments: list[str], field: str, value: Any, served: list[Options]) -> None:
+    assert getattr(options_of(served, *arguments), field) == value
+
+
+def test_the_namespace_comes_from_the_environment_where_no_flag_gives_it(
+    served: list[Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NAMESPACE", "team-a")
+    assert options_of(served).pool_namespace == "team-a"
+    assert options_of(served, "--pool-namespace=b").pool_namespace == "b"
+
+
+def test_without_flags_the_options_have_their_defaults(served: list[Options]) -> None:
+    assert options_of(served) == Options(pool_namespace="default")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        # The standard chart of the field, for one replica.
+        """--pool-name pool --pool-namespace default --pool-group inference.networking.k8s.io
+        --zap-encoder json --config-file /config/default-plugins.yaml --grpc-port 9002
+        --grpc-health-port 9003 --metrics-port 9090 --tracing=false --v=4""",
+        """--pool-name=pool --zap-encoder=json --config-file=/config/p.yaml --tracing=true
+        --metrics-endpoint-auth=false --secure-serving=false --health-checking -v 2""",
+        # A harness that measures pickers.
+        """--config-file c.yaml --grpc-port 19002 --grpc-health-port 19003 --metrics-port 19090
+        --pool-name bench --pool-namespace bench --zap-encoder json --tracing=false
+        --metrics-endpoint-auth=false --secure-serving=false --refresh-metrics-interval=200ms""",
+    ],
+)
+def test_command_lines_of_the_field(line: str, served: list[Options]) -> None:
+    assert list(options_of(served, *line.split()).problems()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--secure-serving=maybe"], "'maybe' is not a boolean; write true or false"),
+        (["--refresh-metrics-interval=5"], "'5' is not a duration; write a number with a unit"),
+        (["-v=x"], "'x' is not a whole number"),
+        (["--grpc-port=9.5"], "'9.5' is not a whole number"),
+        (["--grpc-port"], "requires an argument"),
+        (["--enable-pprof=false"], "No such option '--enable-pprof'"),
+        (["--ha-enable-leader-election"], "No such option '--ha-enable-leader-election'"),
+        (["--grpc-prot=1"], "--grpc-port"),
+        (["stray"], "unexpected extra argument (stray)"),
+    ],
+)
+def test_usage_errors_say_what_would_be_right(arguments: list[str], said: str, served: list[Options]) -> None:
+    result = invoke("serve", *arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert "Traceback" not in result.output
+    assert served == []
+
+
+def test_all_wrong_values_are_named_at_once(served: list[Options]) -> None:
+    result = invoke("serve", "--grpc-port=70000", "--zap-encoder=xml")
+    assert result.exit_code == 2
+    assert "--grpc-port: 70000 is no port" in result.output
+    assert "--zap-encoder: 'xml' is no log format" in result.output
+    assert served == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ConfigError("c.yaml", Problem("$.a", "wrong"), Problem("$.b", "odd")), 2, "c.yaml: $.b: odd"),
+        (WarmrouteError("no"), 1, "warmroute: no\n"),
+        (
+            OSError(errno.EADDRINUSE, "--grpc-port 9002: cannot listen: taken"),
+            1,
+            "warmroute: --grpc-port 9002",
+        ),
+        (OSError("in words"), 1, "warmroute: in words\n"),
+    ],
+)
+def test_errors_become_messages(
+    error: Exception, code: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve(options: Options) -> None:
+        raise error
+
+    monkeypatch.setattr(app, "serve", serve)
+    result = invoke("serve")
+    assert result.exit_code == code
+    assert said in result.output
+    assert "Traceback" not in result.output
+
+
+def test_help_fits_the_terminal_and_shows_every_flag_with_its_default() -> None:
+    result = invoke("serve", "--help")
+    lines = result.output.splitlines()
+    text = " ".join(result.output.split())
+    assert max(map(len, lines)) <= 100
+    assert "()" not in text
+    assert "(empty)" not in text
+    for flag in flags():
+        assert flag.names[-1] in text
+        assert " ".join(flag.help.split()) in text
+        if flag.shown_default:
+            assert f"[default: {flag.shown_default}]" in text
+
+
+def test_help_of_the_program_names_its_commands() -> None:
+    result = invoke("--help")
+    assert result.exit_code == 0
+    assert {"serve", "demo", "explain", "config"} <= set(result.output.split())
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert invoke("--version").output.startswith("warmroute, version 0.")
+
+
+@pytest.mark.parametrize("command", [["explain"], ["demo"], ["config", "check"]])
+def test_every_command_has_help(command: list[str]) -> None:
+    assert invoke(*command, "--help").exit_code == 0
