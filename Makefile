@@ -2,7 +2,7 @@
 # Another interpreter: make PYTHON=/path/to/python3 ...
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench proto lock clean distclean
+.PHONY: help demo test test-slow check bench proto docs lock clean distclean
 .DELETE_ON_ERROR:
 
 PY := .venv/bin/python
@@ -27,12 +27,16 @@ check: $(DEV)  ## format, lint, types, import contracts, freshness of generated 
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	$(PY) tools/proto.py --check
+	$(PY) tools/docs.py --check
 
 bench: $(DEV) $(ENVOY)  ## the budgets, measured on this machine (ARGS=benchmarks/NAME.py for one)
 	@for script in $(or $(ARGS),$(sort $(wildcard benchmarks/*.py))); do echo "== $$script"; $(PY) $$script || exit 1; done
 
 proto: $(DEV)  ## generate epp/wire from proto/
 	$(PY) tools/proto.py
+
+docs: $(DEV)  ## write docs/flags.md and docs/metrics.md from the code
+	$(PY) tools/docs.py
 
 lock: .venv-lock/.locked  ## write requirements/*.txt from pyproject.toml (ARGS=--upgrade for the newest versions)
 	.venv-lock/bin/python tools/lock.py .venv-lock/bin/uv $(ARGS)

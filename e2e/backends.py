@@ -111,7 +111,7 @@ async def bare_backend(answer: Bare) -> AsyncIterator[tuple[str, int]]:
         finally:
             writer.close()
 
-    server = await asyncio.start_server(serve, HOST, 0)
+    server = await asyncio.start_server(serve, HOST, 0, limit=64 << 20)
     try:
         yield server.sockets[0].getsockname()[:2]
     finally:

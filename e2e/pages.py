@@ -57,7 +57,7 @@ async def settled(picker: Picker) -> Figures:
     deadline = asyncio.get_running_loop().time() + DEADLINE_S
     while True:
         seen = await figures(picker)
-        left = {name: seen[name] for name in OF_REQUESTS_IN_FLIGHT if any(seen[name])}
+        left = {name: seen[name] for name in OF_REQUESTS_IN_FLIGHT if any(seen.get(name, ()))}
         if not left:
             return seen
         assert asyncio.get_running_loop().time() < deadline, f"still in flight: {left}"

@@ -22,7 +22,7 @@ from e2e.pages import FLAGS, complaints, settled
 from e2e.questions import openai_client
 from epp import names
 from epp.extproc.records import BODY_CHUNK_BYTES
-from epp.lab.envoy import BodyModes
+from epp.lab.envoy import FORGED_HEADERS, BodyModes
 from epp.lab.stack import Gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -60,17 +60,30 @@ class Line:
         return seen
 
 
+# Envoy as it is configured here removes headers too. What the picker removes shows where Envoy leaves them.
+LEAVES_HEADERS = {
+    f"mutations: {json.dumps([{'remove': name} for name in FORGED_HEADERS])}": (
+        f"mutations: {json.dumps([{'remove': names.DESTINATION_ENDPOINT}])}"
+    ),
+    f"request_headers_to_remove: {json.dumps(sorted(names.CONTROL_HEADERS.difference(FORGED_HEADERS)))}": "",
+}
+
+
 @pytest_asyncio.fixture(
-    scope="module", loop_scope="session", params=list(BodyModes), ids=[mode.value for mode in BodyModes]
+    scope="module",
+    loop_scope="session",
+    params=[*((mode, {}) for mode in BodyModes), *((mode, LEAVES_HEADERS) for mode in BodyModes)],
+    ids=[*BodyModes, *(f"{mode}, picker alone" for mode in BodyModes)],
 )
 async def line(
     request: pytest.FixtureRequest, envoy: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Line]:
     folder = tmp_path_factory.mktemp("requests")
+    mode, edits = request.param
     async with backend() as one, backend() as other, aiohttp.ClientSession(auto_decompress=False) as session:
         addresses = [one.address, other.address]
-        async with Gateway(addresses, folder, envoy, mode=request.param, picker_flags=FLAGS) as gateway:
-            yield Line(gateway, (one, other), session, request.param)
+        async with Gateway(addresses, folder, envoy, mode=mode, picker_flags=FLAGS, edits=edits) as gateway:
+            yield Line(gateway, (one, other), session, mode)
             await settled(gateway.pickers[0])
             assert complaints(gateway.pickers[0]) == []
 

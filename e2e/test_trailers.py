@@ -3,23 +3,25 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import pytest_asyncio
 
 from e2e.backends import bare_backend
 from e2e.pages import FLAGS, complaints, settled, total
-from epp.lab.envoy import EnvoyProcess, envoy_config
-from epp.lab.stack import HOST, Picker, free_ports
+from epp.lab.stack import HOST, Gateway, Picker
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+LISTENER = "          stat_prefix: gateway\n"
+CLUSTER = "    lb_policy: CLUSTER_PROVIDED\n"
 LETS_PASS = {
-    "          stat_prefix: gateway\n": "          http_protocol_options: {enable_trailers: true}\n",
-    "    lb_policy: CLUSTER_PROVIDED\n": """\
+    LISTENER: LISTENER + "          http_protocol_options: {enable_trailers: true}\n",
+    CLUSTER: CLUSTER
+    + """\
     typed_extension_protocol_options:
       envoy.extensions.upstreams.http.v3.HttpProtocolOptions:
         "@type": type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions
@@ -47,22 +49,14 @@ async def line(envoy: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIt
         )
         await writer.drain()
 
-    async with AsyncExitStack() as exits:
-        address = await exits.enter_async_context(bare_backend(answer))
-        picker = Picker(tmp_path_factory.mktemp("trailers"), [address], flags=FLAGS)
-        exits.push_async_callback(picker.child.stop)
-        await picker.start()
-        listen, admin = free_ports(2)
-        config = envoy_config(
-            listen_port=listen, admin_port=admin, pickers=[picker.address], endpoints=[], fail_open=False
-        )
-        for place, added in LETS_PASS.items():
-            assert config.count(place) == 1
-            config = config.replace(place, place + added)
-        await exits.enter_async_context(EnvoyProcess(envoy, config, admin_port=admin))
-        yield Line(listen, picker, arrived)
-        await settled(picker)
-        assert complaints(picker) == []
+    folder = tmp_path_factory.mktemp("trailers")
+    async with (
+        bare_backend(answer) as address,
+        Gateway([address], folder, envoy, picker_flags=FLAGS, edits=LETS_PASS) as gateway,
+    ):
+        yield Line(urlsplit(gateway.url).port or 0, gateway.pickers[0], arrived)
+        await settled(gateway.pickers[0])
+        assert complaints(gateway.pickers[0]) == []
 
 
 EVENTS = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}\n\ndata: [DONE]\n\n'
@@ -81,6 +75,25 @@ def unchunked(data: bytes) -> bytes:
     return whole
 
 
+async def send(port: int, path: str, body: bytes) -> tuple[bytes, bytes]:
+    """Head and chunks of the answer, with its trailers."""
+    reader, writer = await asyncio.open_connection(HOST, port)
+    try:
+        writer.write(
+            b"POST %b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ntrailer: x-last\r\n\r\n"
+            % path.encode()
+        )
+        if body:
+            writer.write(b"%x\r\n%b\r\n" % (len(body), body))
+        writer.write(b"0\r\nx-last: of the request\r\n\r\n")
+        await writer.drain()
+        head = await reader.readuntil(b"\r\n\r\n")
+        return head, await reader.readuntil(b"x-last: of the answer\r\n\r\n")
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
 @pytest.mark.parametrize(
     ("path", "sent"),
     [
@@ -95,19 +108,7 @@ def unchunked(data: bytes) -> bytes:
 async def test_trailers_pass_both_ways(line: Line, path: str, sent: bytes) -> None:
     line.arrived.clear()
     answers_before = await total(line.picker, "request_duration_seconds_count")
-    reader, writer = await asyncio.open_connection(HOST, line.port)
-    writer.write(
-        b"POST %b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ntrailer: x-last\r\n\r\n"
-        % path.encode()
-    )
-    if sent:
-        writer.write(b"%x\r\n%b\r\n" % (len(sent), sent))
-    writer.write(b"0\r\nx-last: of the request\r\n\r\n")
-    await writer.drain()
-    head = await reader.readuntil(b"\r\n\r\n")
-    answered = await reader.readuntil(b"x-last: of the answer\r\n\r\n")
-    writer.close()
-    await writer.wait_closed()
+    head, answered = await asyncio.wait_for(send(line.port, path, sent), 60.0)
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
     assert unchunked(answered) == EVENTS
     assert [unchunked(each) for each in line.arrived] == [sent]

@@ -31,6 +31,8 @@ from epp.lab.workload import (
 
 Floats = NDArray[np.float64]
 MOST_LAG = 0.10
+REQUESTS_FAILED, ENGINES_LAGGED = 1, 3
+"""Exit statuses; the second says that this machine was too busy, not that anything is wrong."""
 _TRACE_OUTPUT_TOKENS = 64
 
 
@@ -125,9 +127,14 @@ def _turns(options: DemoOptions, workload: Workload) -> list[Turn]:
         speed_up=options.trace_speed_up,
         seed=options.seed or 0,
         limit=options.trace_limit,
-        max_prompt_tokens=workload.fleet.max_model_len - _TRACE_OUTPUT_TOKENS - 64,
+        max_prompt_tokens=_trace_prompt_tokens(workload),
         max_output_tokens=_TRACE_OUTPUT_TOKENS,
     )
+
+
+def _trace_prompt_tokens(workload: Workload) -> int:
+    """The longest prompt that fits the engines with its answer and the chat template."""
+    return workload.fleet.max_model_len - _TRACE_OUTPUT_TOKENS - 64
 
 
 async def _demo(
@@ -143,6 +150,12 @@ async def _demo(
         f"[bold]{fleet.engines} simulated engines[/] ({fleet.fit}, {fleet.cache_tokens:,} tokens of cache "
         f"each), [bold]{len(turns)} requests[/] through a real Envoy, twice."
     )
+    if options.trace is not None:
+        console.print(
+            f"{options.trace}: arrivals {options.trace_speed_up:g} times as fast, those of one timestamp "
+            f"spread over 3 s; prompts cut to {_trace_prompt_tokens(workload):,} tokens, answers to "
+            f"{_TRACE_OUTPUT_TOKENS}."
+        )
     async with AsyncExitStack() as exits:
         stack = await exits.enter_async_context(
             Stack(fleet, workload.model, folder, envoy, engines_first=True)
@@ -150,7 +163,7 @@ async def _demo(
         round_robin = await _play(stack, stack.round_robin_url, "round robin", workload, turns, console)
         await stack.engines.reset()
         warmroute = await _play(stack, stack.gateway_url, "Warmroute", workload, turns, console)
-        best = infinite_cache_hit_ratio(turns, fleet.block_size) if options.trace is None else None
+        best = infinite_cache_hit_ratio(turns, fleet.block_size)
         summaries = {"round_robin": round_robin.summary(), "warmroute": warmroute.summary()}
         console.print(_table(summaries, best))
         _picture(options.picture, round_robin, warmroute, best)
@@ -205,7 +218,7 @@ def _state(run: Run) -> str:
     )
 
 
-def _table(summaries: dict[str, Summary], best: float | None) -> Table:
+def _table(summaries: dict[str, Summary], best: float) -> Table:
     table = Table(title="Simulated engines, real Envoy, real picker", title_justify="left")
     table.add_column("")
     table.add_column("round robin", justify="right")
@@ -234,7 +247,7 @@ def _shown(value: float | None) -> str:
 
 
 def _judge(summaries: dict[str, Summary], console: Console) -> int:
-    """0, unless the engines could not keep their own schedule or requests failed."""
+    """Exit status: 0, unless requests failed or the engines could not keep their own schedule."""
     late = {name: each.lag_p99_share for name, each in summaries.items() if each.lag_p99_share > MOST_LAG}
     failed = {name: each.errors for name, each in summaries.items() if each.errors}
     for name, share in late.items():
@@ -245,19 +258,20 @@ def _judge(summaries: dict[str, Summary], console: Console) -> int:
         )
     for name, count in failed.items():
         console.print(f"[red]{name}: {count} requests failed[/]")
-    return 1 if late or failed else 0
+    return REQUESTS_FAILED if failed else ENGINES_LAGGED if late else 0
 
 
 def _write_json(
-    path: Path, summaries: dict[str, Summary], best: float | None, workload: Workload, options: DemoOptions
+    path: Path, summaries: dict[str, Summary], best: float, workload: Workload, options: DemoOptions
 ) -> None:
-    data = {
-        **{name: msgspec.to_builtins(summary) for name, summary in summaries.items()},
-        "infinite_cache_hit_ratio": best,
-        "workload": workload.name,
+    """`{"round_robin": {...}, "warmroute": {...}}`, each with its figures and what they were made with."""
+    made_with = {
+        "infinite_cache_hit_ratio": round(best, 4),
+        "workload": workload.name if options.trace is None else str(options.trace),
         "seed": workload.seed if options.seed is None else options.seed,
         "engines": "simulated",
     }
+    data = {name: {**msgspec.to_builtins(summary), **made_with} for name, summary in summaries.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=2) + "\n")
 
@@ -286,6 +300,6 @@ async def _keep(stack: Stack, workload: Workload, console: Console) -> None:
         console.print("ended")
 
 
-def _picture(path: Path, round_robin: Played, warmroute: Played, best: float | None) -> None:
+def _picture(path: Path, round_robin: Played, warmroute: Played, best: float) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     side_by_side(path, round_robin, warmroute, best)

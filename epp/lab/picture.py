@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _COLOURS = {"round robin": "#9aa5b1", "Warmroute": "#e4572e"}
 
 
-def side_by_side(path: Path, round_robin: "Played", warmroute: "Played", best: float | None) -> None:
+def side_by_side(path: Path, round_robin: "Played", warmroute: "Played", best: float) -> None:
     """Write a PNG of four panels: TTFT over time and its distribution, hit ratio, requests per engine.
 
     Raises:
@@ -72,7 +72,7 @@ def _distribution(axes: Any, runs: "dict[str, Played]") -> None:
     axes.legend(loc="lower right")
 
 
-def _hits(axes: Any, runs: "dict[str, Played]", best: float | None) -> None:
+def _hits(axes: Any, runs: "dict[str, Played]", best: float) -> None:
     summaries = {name: run.summary() for name, run in runs.items()}
     ratios = [each.hit_ratio for each in summaries.values()]
     bars = axes.barh(list(summaries), ratios, color=[_COLOURS[name] for name in summaries], height=0.55)
@@ -84,9 +84,9 @@ def _hits(axes: Any, runs: "dict[str, Played]", best: float | None) -> None:
             va="center",
             color="black",
         )
-    if best is not None:
-        axes.axvline(best, color="#444444", linestyle="--", linewidth=1)
-        axes.text(best - 0.01, 1.42, "one infinite cache", ha="right", va="center", color="#444444")
+    axes.axvline(best, color="#444444", linestyle="--", linewidth=1)
+    beside, align = (best - 0.01, "right") if best > 0.5 else (best + 0.01, "left")
+    axes.text(beside, 1.42, "one infinite cache", ha=align, va="center", color="#444444")
     axes.set(title="Prompt tokens found in cache", xlim=(0, 1), ylim=(1.6, -0.5))
 
 

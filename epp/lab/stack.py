@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -270,6 +270,7 @@ class Gateway:
 
     Attributes:
         folder: for configurations and logs; its own.
+        edits: what stands once in Envoy's configuration -> what to put in its place.
         url: through the picker. round_robin_url: past it.
     """
 
@@ -282,6 +283,7 @@ class Gateway:
     picker_count: int = 1
     picker_flags: Sequence[str] = ()
     health_interval_s: float = 0.5
+    edits: Mapping[str, str] = field(default_factory=dict)
     pickers: list[Picker] = field(init=False, default_factory=list)
     url: str = field(init=False, default="")
     round_robin_url: str = field(init=False, default="")
@@ -322,6 +324,10 @@ class Gateway:
             round_robin_port=round_robin,
             health_interval_s=self.health_interval_s,
         )
+        for old, new in self.edits.items():
+            if config.count(old) != 1:
+                raise StackError(f"Envoy's configuration has {config.count(old)} times: {old}")
+            config = config.replace(old, new)
         self.proxy = EnvoyProcess(self.envoy, config, admin_port=admin)
         self._exit.push_async_callback(self.proxy.stop)
         await self.proxy.start()

@@ -21,7 +21,7 @@ from prometheus_client import disable_created_metrics, start_http_server
 from epp.config.load import Assembly, build, default_config, load_config
 from epp.config.loaded import LoadedConfig
 from epp.director import Director, Plugins
-from epp.errors import ConfigError, Problem
+from epp.errors import ConfigError, Problem, WarmrouteError
 from epp.extproc.exchange import Exchange
 from epp.extproc.limits import BodyBudget, Limits
 from epp.kvcache.approximate import ApproximatePrefixProducer
@@ -181,7 +181,7 @@ class App:
                 )
             self.set_endpoints(endpoints_from_flags(flags))
             return None
-        discovery = FileDiscovery(spec.path, spec.watch, self.set_endpoints, self._discovery_failed)
+        discovery = FileDiscovery(spec.path, spec.watch, self.set_endpoints, self.discovery_failed)
         self.set_endpoints(discovery.load())
         return discovery
 
@@ -198,7 +198,7 @@ class App:
                 },
             )
 
-    def _discovery_failed(self, message: str) -> None:
+    def discovery_failed(self, message: str) -> None:
         self.metrics.counter("config_discovery_errors_total").inc()
         log.error("the endpoints file cannot be used; the old endpoints stay", extra={"error": message})
 
@@ -208,7 +208,7 @@ class App:
         host = options.grpc_host
         transport = GrpcioTransport(
             self.stream,
-            self._stream_counts(),
+            self.stream_counts(),
             self.limits.body_bytes,
             server_credentials(options.cert_path) if options.secure_serving else None,
             self.health if options.health_checking else None,
@@ -231,7 +231,7 @@ class App:
             stack.push_async_callback(transport.stop)
         return transport
 
-    def _stream_counts(self) -> StreamCounts:
+    def stream_counts(self) -> StreamCounts:
         streams = self.metrics.gauge("extproc_streams_inflight")
 
         def closed(code: str) -> None:
@@ -253,7 +253,7 @@ class App:
                     self._refresh_plugins(now)
                 if now >= gauges_at:
                     gauges_at = now + gauges_every_s
-                    self._renew_gauges()
+                    self.renew_gauges()
             except Exception:
                 log.exception("upkeep failed; requests are served on, and it is tried again")
             await asyncio.sleep(min(_UPKEEP_S, gauges_every_s))
@@ -265,7 +265,7 @@ class App:
             except Exception as error:
                 self.recorder.plugin_failed(plugin, error)
 
-    def _renew_gauges(self) -> None:
+    def renew_gauges(self) -> None:
         self.metrics.pool(self.store, self.ledger, self.budget.used)
         self.metrics.total("datalayer_poll_errors_total", self.scraper.errors, "metrics-data-source")
         for name, producer in self.assembly.producers:
@@ -327,11 +327,20 @@ def _signals() -> "asyncio.Queue[signal.Signals]":
 
 
 def serve(options: Options) -> None:
-    """Run the picker until it is told to stop. See `App.run` for errors."""
+    """Run the picker until it is told to stop.
+
+    Raises:
+        ConfigError, OSError: as `App.run`.
+        WarmrouteError: a fault of the picker itself ended it; it is in the log.
+    """
     # Else each counter and histogram has a second series, which the field's pickers do not have.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     loaded = read_config(options)
     app = App.assemble(options, loaded)
     gc.collect()
     gc.freeze()  # what was built at the start lives to the end; the collector need not look at it again
-    uvloop.run(app.run())
+    try:
+        uvloop.run(app.run())
+    except ExceptionGroup as faults:
+        log.critical("the picker ends by a fault of its own", exc_info=faults)
+        raise WarmrouteError("the picker ended by a fault of its own; its log has the details") from None

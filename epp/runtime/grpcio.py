@@ -74,6 +74,7 @@ class GrpcioTransport:
             ("grpc.max_receive_message_length", message_bytes),
             ("grpc.max_send_message_length", message_bytes),
         )
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_worth_telling)
         server = grpc.aio.server(options=(*_OPTIONS, *sizes))
         methods = {"Process": grpc.stream_stream_rpc_method_handler(self._process)}
         server.add_generic_rpc_handlers(
@@ -135,6 +136,14 @@ class GrpcioTransport:
 
 
 _ORDINARY = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
+
+
+def _worth_telling(record: logging.LogRecord) -> bool:
+    """Not that a status could not be sent: the proxy reset the stream in the moment in which it ended.
+
+    What else fails on a stream is heard by `_process` itself.
+    """
+    return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 
 class _Call:

@@ -15,13 +15,8 @@ from epp.errors import RequestError
 from epp.pool.ledger import InflightLedger
 from epp.pool.records import Endpoint
 from epp.pool.store import PoolStore
-from epp.runtime.metrics_table import collectors
+from epp.runtime.metrics_table import LABEL_SETS, LABEL_VALUES, OTHER, collectors
 from epp.scheduling.records import Cause, Ended, PrefixMatch, Ticket
-
-LABEL_VALUES = 1000
-# Each set of model, target and flow has ten histograms: 55 kB and 250 lines on the page.
-LABEL_SETS = 1000
-OTHER = "other"
 
 _PRIORITY = "0"
 _BYTES_PER_TOKEN = 4  # as prompts are cut into blocks

@@ -11,6 +11,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from epp import names
 from epp.director import TIMED_EVERY
 
+# Different values of one label that clients choose, and sets of them: each set has ten histograms, 55 kB and
+# 250 lines on the page. What is beyond is counted together.
+LABEL_VALUES = 1000
+LABEL_SETS = 1000
+OTHER = "other"
+
 # fmt: off
 _DURATION = (
     0.005, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 1.25, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 45, 60, 120,
@@ -203,8 +209,11 @@ def reference() -> str:
     lines = [
         "# Metrics",
         "",
-        "Served at `:9090/metrics`. Every name has the prefix `llm_d_epp_`; histograms add `_bucket`, `_sum`",
-        "and `_count`. Label values that come from clients are bounded: after 1000 different ones, `other`.",
+        f"Served at `:{names.METRICS_PORT}/metrics`. Every name has the prefix `{names.METRIC_PREFIX}`;",
+        "histograms add `_bucket`, `_sum` and `_count`. Labels that come from clients are bounded: after",
+        f"{LABEL_VALUES} models or flows, or {LABEL_SETS} combinations of them, the rest is `{OTHER}`. What",
+        "describes the pool and its endpoints is renewed at `--refresh-prometheus-metrics-interval`; the",
+        "series of an endpoint end with it.",
         "",
         "| Name | Type | Labels | Meaning |",
         "|---|---|---|---|",

@@ -1,7 +1,7 @@
 """What the director tells: to metrics, to the log, and to the ring of last decisions."""
 
 import logging
-from collections import deque
+from collections import defaultdict, deque
 
 from epp.director import Prepared
 from epp.pool.records import PoolView
@@ -24,7 +24,7 @@ class RuntimeRecorder:
         self._metrics = metrics
         self._view = view
         self._line = log.isEnabledFor(logging.DEBUG)
-        self._logged: set[tuple[str, str]] = set()
+        self._logged: defaultdict[str, set[str]] = defaultdict(set)
 
     def placed(self, prepared: Prepared, ticket: Ticket, ctx: Ctx) -> None:
         self.decisions.append(record_decision(prepared.request_id, ticket.placement.legs, ctx))
@@ -48,9 +48,10 @@ class RuntimeRecorder:
 
     def _first(self, kind: str, detail: str) -> bool:
         """Whether this is to be logged: not seen before, as far as is remembered."""
-        if (kind, detail) in self._logged or len(self._logged) >= LOGGED:
+        seen = self._logged[kind]
+        if detail in seen or len(seen) >= LOGGED:
             return False
-        self._logged.add((kind, detail))
+        seen.add(detail)
         return True
 
     def observed(self, prepared: Prepared, ticket: Ticket, fact: AnswerFact, now: float) -> None:

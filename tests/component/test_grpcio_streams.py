@@ -331,3 +331,30 @@ async def test_stopping_cuts_what_is_in_flight(caplog: pytest.LogCaptureFixture)
         await finish(call)
         await picker.over()
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_pings_on_an_idle_connection_are_answered_and_not_taken_for_an_attack() -> None:
+    """Proxies keep connections alive with them; a GOAWAY would cut every stream of the connection."""
+    ping, goaway, acknowledged = 6, 7, 0
+    counts = wire.Counts()
+    transport = runtime.transport(runtime.picker(), counts.hooks())
+    port = await transport.start("127.0.0.1:0")
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, b""))
+        for number in range(200):
+            writer.write(_frame(ping, number.to_bytes(8)))
+        async with asyncio.timeout(wire.DEADLINE_S):
+            while acknowledged < 200:
+                head = await reader.readexactly(9)
+                await reader.readexactly(int.from_bytes(head[:3]))
+                assert head[3] != goaway
+                acknowledged += head[3] == ping and head[4] == 1
+    finally:
+        writer.close()
+        await transport.stop()
+
+
+def _frame(kind: int, payload: bytes) -> bytes:
+    """An HTTP/2 frame of the connection itself, without flags."""
+    return len(payload).to_bytes(3) + bytes([kind, 0]) + bytes(4) + payload

@@ -173,10 +173,9 @@ async def test_sigterm_drains(tmp_path: Path) -> None:
         }
 
 
-@pytest.mark.parametrize("flags", [["--drain-timeout=60s"], ["--drain-timeout=0s"]])
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-async def test_a_second_signal_ends_at_once(flags: list[str], first: signal.Signals, tmp_path: Path) -> None:
-    async with serving(tmp_path / "log", *flags) as (process, channel):
+@pytest.mark.parametrize(("drain", "first"), [("60s", signal.SIGTERM), ("0s", signal.SIGINT)])
+async def test_a_second_signal_ends_at_once(drain: str, first: signal.Signals, tmp_path: Path) -> None:
+    async with serving(tmp_path / "log", f"--drain-timeout={drain}") as (process, channel):
         call = await placed(channel, runtime.chat())
         process.child.send_signal(first)
         await process.until_health(NOT_SERVING)

@@ -1,13 +1,14 @@
 """The director: what it charges, refuses and gives back, with real pool, ledger and scheduling."""
 
 import gzip
+from collections.abc import Callable
 from random import Random
 
 import msgspec
 import numpy as np
 import pytest
 
-from epp.director import Director, Plugins, Prepared, Refusal
+from epp.director import TIMED_EVERY, Director, Plugins, Prepared, Refusal
 from epp.errors import BadRequest, NoEndpoints, PayloadTooLarge
 from epp.payload.records import Api, RawRequest, Usage
 from epp.pool.ledger import InflightLedger
@@ -89,7 +90,12 @@ class Broken:
 
 class Bench:
     def __init__(
-        self, endpoints: int = 2, plugins: Plugins | None = None, *, use_subset: bool = True
+        self,
+        endpoints: int = 2,
+        plugins: Plugins | None = None,
+        *,
+        use_subset: bool = True,
+        plugin_clock: Callable[[], float] | None = None,
     ) -> None:
         self.ledger = InflightLedger(16, strict=True)
         self.store = PoolStore(busy=self.ledger.busy)
@@ -114,6 +120,7 @@ class Bench:
             Random(1),
             max_body_bytes=1000,
             use_subset=use_subset,
+            plugin_clock=plugin_clock,
         )
 
     def raw(self, body: bytes, path: str = "/v1/completions", **headers: str) -> RawRequest:
@@ -313,3 +320,43 @@ def test_the_flow_comes_from_the_fairness_header() -> None:
     body = b'{"model":"m","prompt":"x"}'
     assert bench.director.prepare(bench.raw(body), 1.0).flow == "default-flow"
     assert bench.director.prepare(bench.raw(body, x_llm_d_inference_fairness_id="t1"), 1.0).flow == "t1"
+
+
+def test_a_fault_in_the_recorder_comes_before_the_charge() -> None:
+    bench = Bench()
+
+    def placed(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    bench.recorder.placed = placed  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="planted"):
+        bench.place()
+    assert (bench.ledger.total_requests, bench.director.in_flight) == (0, 0)
+
+
+@pytest.mark.parametrize(("status", "candidate"), [(200, True), (404, True), (502, False), (504, False)])
+def test_only_an_answer_of_the_engine_is_a_sign_of_its_life(status: int, candidate: bool) -> None:
+    """5xx may be the proxy's own words about an endpoint that it cannot reach."""
+    bench = Bench()
+    placement = bench.place()
+    slot = placement.serving.decision.slots[0]
+    bench.director.observe(placement.ticket, AnswerHeaders(status, None, False), 100.0)
+    for _ in range(3):
+        bench.store.failed(slot, refused=False, now=100.0)
+    assert bool(bench.store.view.candidates[slot]) is candidate
+
+
+def test_plugins_are_timed_on_one_request_in_so_many() -> None:
+    ticks = iter(range(10_000))
+    bench = Bench(plugin_clock=lambda: float(next(ticks)))
+    timed = []
+    for number in range(2 * TIMED_EVERY + 1):
+        placement = bench.place()
+        if placement.serving.decision.timings:
+            timed.append(number)
+    assert timed == [0, TIMED_EVERY, 2 * TIMED_EVERY]
+    assert {timing.plugin_name for timing in placement.serving.decision.timings} == {
+        "queue-scorer",
+        "max-score-picker",
+    }
+    assert all(timing.seconds == 1.0 for timing in placement.serving.decision.timings)

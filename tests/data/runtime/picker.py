@@ -50,7 +50,7 @@ def nothing_left(app: App) -> Callable[[], bool]:
     return lambda: not any(left_over(app).values())
 
 
-def sample(app: App, name: str, **labels: str) -> float:
+def sample(app: App, name: str, /, **labels: str) -> float:
     """Sum of a metric's series that have these labels."""
     wanted = f"llm_d_epp_{name}"
     found = [

@@ -1,0 +1,505 @@
+"""Metrics: the table against the field's names, and what each row is fed with."""
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from epp.director import TIMED_EVERY, Prepared
+from epp.errors import NoEndpoints
+from epp.payload.records import RawRequest, Usage
+from epp.pool.metrics_page import EngineSample
+from epp.runtime import metrics as metrics_module
+from epp.runtime.app import App
+from epp.runtime.metrics import Bounded, Metrics
+from epp.runtime.metrics_table import LABEL_SETS, TABLE, reference
+from epp.scheduling.records import AnswerHeaders, Cause, Ended, FirstToken, Placement
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def _module(name: str, file: Path) -> ModuleType:
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+runtime = _module("runtime_picker", DATA / "runtime" / "picker.py")
+
+MODEL = ("model_name", "target_model_name", "fairness_id", "priority")
+PLUGIN = ("plugin_name", "plugin_type")
+INFLIGHT = ("endpoint_name", "namespace", "producer_name", "fairness_id", "priority")
+
+# The field's list of its picker's metrics, as far as what they count exists here: type and labels.
+FIELD: dict[str, tuple[str, tuple[str, ...]]] = {
+    "request_total": ("counter", MODEL),
+    "request_error_total": ("counter", (*MODEL, "error_code")),
+    "request_duration_seconds": ("histogram", MODEL),
+    "request_size_bytes": ("histogram", MODEL),
+    "response_size_bytes": ("histogram", MODEL),
+    "request_input_tokens": ("histogram", MODEL),
+    "request_output_tokens": ("histogram", MODEL),
+    "request_cached_tokens": ("histogram", MODEL),
+    "request_running": ("gauge", MODEL),
+    "request_ntpot_seconds": ("histogram", MODEL),
+    "request_ttft_seconds": ("histogram", (*MODEL, "streaming")),
+    "request_streaming_tpot_seconds": ("histogram", MODEL),
+    "average_kv_cache_utilization": ("gauge", ("name",)),
+    "average_queue_size": ("gauge", ("name",)),
+    "average_running_requests": ("gauge", ("name",)),
+    "std_dev_kv_cache_utilization": ("gauge", ("name",)),
+    "std_dev_queue_size": ("gauge", ("name",)),
+    "std_dev_running_requests": ("gauge", ("name",)),
+    "ready_endpoints": ("gauge", ("name",)),
+    "per_endpoint_queue_size": ("gauge", ("name", "model_server_endpoint")),
+    "scheduler_e2e_duration_seconds": ("histogram", ()),
+    "scheduler_attempts_total": (
+        "counter",
+        ("status", "target_model_name", "endpoint_name", "namespace", "port"),
+    ),
+    "plugin_duration_seconds": ("histogram", ("extension_point", "plugin_type", "plugin_name")),
+    "request_processing_duration_seconds": ("histogram", ()),
+    "info": ("gauge", ("commit", "build_ref")),
+    "datalayer_poll_errors_total": ("counter", ("source_type",)),
+    "prefix_indexer_size": ("gauge", PLUGIN),
+    "prefix_indexer_hit_ratio": ("histogram", PLUGIN),
+    "prefix_indexer_hit_bytes": ("histogram", PLUGIN),
+    "inflight_requests": ("gauge", INFLIGHT),
+    "inflight_tokens": ("gauge", INFLIGHT),
+    "extproc_streams_inflight": ("gauge", ()),
+    "extproc_streams_total": ("counter", ("code",)),
+}
+OURS = {
+    "extproc_held_bytes",
+    "plugin_failures_total",
+    "ledger_overdrafts_total",
+    "served_elsewhere_total",
+    "config_discovery_errors_total",
+}
+# First, last and number of buckets, from the field's list; its two 32778 are 32768 here.
+BUCKETS = {
+    "request_duration_seconds": (0.005, 3600, 35),
+    "request_ttft_seconds": (0.005, 120, 24),
+    "request_streaming_tpot_seconds": (0.0005, 2, 19),
+    "request_ntpot_seconds": (0.001, 10, 13),
+    "request_size_bytes": (64, 2**30, 25),
+    "response_size_bytes": (1, 65536, 15),
+    "request_input_tokens": (1, 1048576, 19),
+    "request_output_tokens": (1, 8192, 12),
+    "request_cached_tokens": (1, 1048576, 19),
+    "scheduler_e2e_duration_seconds": (0.0001, 0.1, 10),
+    "plugin_duration_seconds": (0.0001, 0.1, 10),
+    "request_processing_duration_seconds": (0.0005, 10, 16),
+    "prefix_indexer_hit_ratio": (0, 1, 11),
+    "prefix_indexer_hit_bytes": (0, 65536, 14),
+}
+
+
+def test_names_types_and_labels_are_the_fields() -> None:
+    ours = {row.name: (row.kind, row.labels) for row in TABLE}
+    assert {name: row for name, row in ours.items() if name not in OURS} == FIELD
+    assert ours.keys() - FIELD.keys() == OURS
+    assert len(ours) == len(TABLE)
+
+
+def test_buckets_are_the_fields_without_its_slips() -> None:
+    found = {
+        row.name: (row.buckets[0], row.buckets[-1], len(row.buckets))
+        for row in TABLE
+        if row.kind == "histogram"
+    }
+    assert found == BUCKETS
+    every = [bound for row in TABLE for bound in row.buckets]
+    assert 32778 not in every
+    assert all(list(row.buckets) == sorted(set(row.buckets)) for row in TABLE)
+    assert 32768 in next(row.buckets for row in TABLE if row.name == "request_input_tokens")
+
+
+def test_the_reference_has_a_row_for_every_metric() -> None:
+    text = reference()
+    for row in TABLE:
+        assert f"| `{row.name}` | {row.kind} |" in text
+        assert row.help in text
+
+
+# -- one request ------------------------------------------------------------------------------------
+
+
+class Run:
+    """Requests through a real director with the real recorder, at chosen times."""
+
+    def __init__(self, **options: Any) -> None:
+        self.app: App = runtime.picker(2, **options)
+        self.now = 100.0
+
+    def prepare(self, body: bytes, **headers: str) -> Prepared:
+        named = tuple((name.replace("_", "-"), value) for name, value in headers.items())
+        raw = RawRequest("r-1", "POST", "/v1/chat/completions", named, body)
+        return self.app.director.prepare(raw, self.now)
+
+    def place(self, body: bytes = b"", **headers: str) -> Placement:
+        placement = self.app.director.submit(self.prepare(body or runtime.chat(), **headers), self.now)
+        assert isinstance(placement, Placement)
+        return placement
+
+    def tell(self, placement: Placement, at: float, *facts: Any) -> None:
+        for fact in facts:
+            self.app.director.observe(placement.ticket, fact, self.now + at)
+
+    def whole(
+        self, body: bytes = b"", *, status: int = 200, end: Ended | None = None, **headers: str
+    ) -> None:
+        """A plain request from its arrival to its end."""
+        placement = self.place(body, **headers)
+        self.tell(placement, 0.1, AnswerHeaders(status, None, False))
+        self.tell(placement, 0.2, FirstToken(), end or Ended(Cause.NATURAL, Usage(10, 5), 1, 100))
+
+    def sample(self, name: str, /, **labels: str) -> float:
+        value: float = runtime.sample(self.app, name, **labels)
+        return value
+
+
+def test_one_streamed_request_from_placement_to_end() -> None:
+    run = Run()
+    body = runtime.chat("x" * 4000)
+    labels = {
+        "model_name": "m",
+        "target_model_name": "t",
+        "fairness_id": "team",
+        "priority": "0",
+    }
+    placement = run.place(body, x_llm_d_model_name_rewrite="t", x_llm_d_inference_fairness_id="team")
+    chosen = placement.serving.endpoints[0]
+    assert run.sample("request_total", **labels) == 1
+    assert run.sample("request_running", **labels) == 1
+    assert run.sample("request_size_bytes_sum", **labels) == len(body)
+    attempt = {"status": "success", "target_model_name": "t", "endpoint_name": chosen.name, "port": "8000"}
+    assert run.sample("scheduler_attempts_total", **attempt) == 1
+    run.tell(placement, 0.1, AnswerHeaders(200, None, True))
+    run.tell(placement, 0.5, FirstToken())
+    run.tell(placement, 2.5, Ended(Cause.NATURAL, Usage(1000, 101, 64), 101, 5000))
+    assert run.sample("request_running", **labels) == 0
+    assert run.sample("request_ttft_seconds_sum", **labels, streaming="true") == pytest.approx(0.5)
+    assert run.sample("request_ttft_seconds_count", **labels, streaming="false") == 0
+    for name, total in (
+        ("request_duration_seconds", 2.5),
+        ("response_size_bytes", 5000),
+        ("request_input_tokens", 1000),
+        ("request_output_tokens", 101),
+        ("request_cached_tokens", 64),
+        ("request_ntpot_seconds", 2.5 / 101),
+        ("request_streaming_tpot_seconds", 2.0 / 100),
+    ):
+        assert run.sample(f"{name}_count", **labels) == 1, name
+        assert run.sample(f"{name}_sum", **labels) == pytest.approx(total), name
+    assert run.sample("request_error_total") == 0
+
+
+def test_a_plain_answer_has_no_time_between_tokens() -> None:
+    run = Run()
+    run.whole()
+    assert run.sample("request_ttft_seconds_sum", streaming="false") == pytest.approx(0.2)
+    assert run.sample("request_streaming_tpot_seconds_count") == 0
+    assert run.sample("request_cached_tokens_count") == 0
+
+
+def test_an_answer_without_usage_tells_no_tokens() -> None:
+    run = Run()
+    run.whole(end=Ended(Cause.NATURAL, None, 1, 100))
+    assert run.sample("request_duration_seconds_count") == 1
+    assert run.sample("request_input_tokens_count") == run.sample("request_ntpot_seconds_count") == 0
+
+
+def test_an_engines_error_is_counted_and_is_no_first_token() -> None:
+    run = Run()
+    run.whole(status=500, end=Ended(Cause.NATURAL, None, 1, 100))
+    assert run.sample("request_error_total", error_code="500") == 1
+    assert run.sample("request_ttft_seconds_count") == 0
+    assert run.sample("request_running") == 0
+
+
+@pytest.mark.parametrize("cause", [Cause.CLIENT_DISCONNECT, Cause.ERROR])
+def test_an_aborted_request_is_an_error_and_no_duration(cause: Cause) -> None:
+    run = Run()
+    placement = run.place()
+    run.tell(placement, 1.0, Ended(cause, None, 0, 0))
+    assert run.sample("request_error_total", error_code=str(cause)) == 1
+    assert run.sample("request_duration_seconds_count") == 0
+    assert run.sample("request_running") == 0
+
+
+def test_refusals_are_counted_by_status() -> None:
+    run = Run()
+    prepared = run.prepare(runtime.chat())
+    metrics = run.app.metrics
+    metrics.refused(prepared, NoEndpoints("none"))
+    metrics.refused(None, NoEndpoints("none"))
+    assert run.sample("request_error_total", error_code="503", model_name="m") == 1
+    assert run.sample("request_error_total", error_code="503", model_name="") == 1
+    assert run.sample("scheduler_attempts_total", status="failure", target_model_name="m") == 1
+
+
+def test_the_prefix_match_of_the_chosen_endpoint() -> None:
+    run = Run()
+    body = runtime.chat("x" * 4000)
+    run.whole(body)
+    run.whole(body)
+    assert run.sample("prefix_indexer_hit_ratio_count") == 2
+    assert run.sample("prefix_indexer_hit_ratio_sum") == 1.0, "nothing, then everything"
+    assert run.sample("prefix_indexer_hit_bytes_sum") == pytest.approx(4000, abs=256)
+    assert run.sample("prefix_indexer_hit_ratio_count", plugin_type="approx-prefix-cache-producer") == 2
+
+
+def test_plugins_are_timed_on_sampled_requests_only() -> None:
+    run = Run()
+    for _ in range(TIMED_EVERY + 1):
+        run.whole()
+    points = {"Scorer", "Picker"}
+    for point in points:
+        assert run.sample("plugin_duration_seconds_count", extension_point=point) > 0
+    assert run.sample("plugin_duration_seconds_count", plugin_type="queue-scorer") == 2
+    assert run.sample("plugin_duration_seconds_sum") > 0
+
+
+def test_times_of_the_choice() -> None:
+    run = Run()
+    run.app.metrics.decided(0.02, 0.0005)
+    assert run.sample("scheduler_e2e_duration_seconds_sum") == pytest.approx(0.0005)
+    assert run.sample("request_processing_duration_seconds_sum") == pytest.approx(0.0205)
+
+
+def test_an_answer_from_another_endpoint_is_counted_by_where_it_is() -> None:
+    run = Run()
+    placement = run.place()
+    chosen = placement.serving.endpoints[0].host_port
+    other = next(each.host_port for _, each in run.app.store.roster if each.host_port != chosen)
+    run.tell(placement, 0.1, AnswerHeaders(200, chosen, False))
+    assert run.sample("served_elsewhere_total") == 0
+    run.tell(placement, 0.1, AnswerHeaders(200, other, False))
+    run.tell(placement, 0.1, AnswerHeaders(200, "192.0.2.1:1", False))
+    assert run.sample("served_elsewhere_total", where="pool") == 1
+    assert run.sample("served_elsewhere_total", where="outside") == 1
+
+
+# -- bounds -----------------------------------------------------------------------------------------
+
+
+def test_values_beyond_the_limit_become_other() -> None:
+    bounded = Bounded(limit=2)
+    assert [bounded(value) for value in ("a", "b", "c", "a", "d", "b")] == [
+        "a",
+        "b",
+        "other",
+        "a",
+        "other",
+        "b",
+    ]
+
+
+def test_labels_from_clients_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "LABEL_SETS", 20)
+    run = Run()
+    running = [
+        run.place(
+            runtime.chat().replace(b'"m"', b'"m%d"' % (number % 7)),
+            x_llm_d_inference_fairness_id=f"f{number}",
+        )
+        for number in range(60)
+    ]
+    assert run.sample("request_total") == 60
+    assert run.sample("request_total", model_name="other", fairness_id="other") == 40
+    for placement in running:
+        run.tell(placement, 1.0, Ended(Cause.NATURAL, None, 1, 1))
+    assert {series.value for series in series_of(run.app.metrics, "request_running")} == {0.0}
+    assert len(series_of(run.app.metrics, "request_running")) == 21
+
+
+def test_a_hundred_thousand_names_make_no_more_series_than_the_limit() -> None:
+    metrics = Metrics("pool", ("", ""))
+    prepared = Run().prepare(runtime.chat())
+    error = NoEndpoints("none")
+    for number in range(3000):
+        request = type(prepared.request)(
+            api=prepared.request.api, model=f"m{number}", target_model=f"m{number}"
+        )
+        metrics.refused(
+            type(prepared)(
+                request_id="",
+                request=request,
+                flow=f"f{number}",
+                subset=None,
+                body=None,
+                remove_headers=(),
+                body_bytes=0,
+                received_at=0.0,
+            ),
+            error,
+        )
+    assert len(series_of(metrics, "request_error_total")) <= LABEL_SETS + 1
+    assert (
+        metrics.registry.get_sample_value(
+            "llm_d_epp_request_error_total",
+            {**dict.fromkeys(MODEL[:3], "other"), "priority": "0", "error_code": "503"},
+        )
+        == 3000 - LABEL_SETS
+    )
+
+
+def series_of(metrics: Metrics, name: str) -> list[Any]:
+    wanted = f"llm_d_epp_{name}"
+    return [
+        series for family in metrics.registry.collect() for series in family.samples if series.name == wanted
+    ]
+
+
+# -- the pool ---------------------------------------------------------------------------------------
+
+
+def renew(run: Run) -> None:
+    run.app.metrics.pool(run.app.store, run.app.ledger, run.app.budget.used)
+
+
+def test_the_gauges_of_the_pool() -> None:
+    run = Run(pool_name="p")
+    store = run.app.store
+    store.sampled(0, EngineSample(waiting=1, running=4, kv_usage=0.5), 0.0)
+    store.sampled(1, EngineSample(waiting=0, running=0, kv_usage=0.1), 0.0)
+    run.app.budget.take(77)
+    renew(run)
+    for name, value in (
+        ("average_queue_size", 0.5),
+        ("average_running_requests", 2.0),
+        ("average_kv_cache_utilization", 0.3),
+        ("std_dev_queue_size", 0.5),
+        ("std_dev_running_requests", 2.0),
+        ("std_dev_kv_cache_utilization", 0.2),
+        ("ready_endpoints", 2),
+    ):
+        assert run.sample(name, name="p") == pytest.approx(value), name
+    assert run.sample("per_endpoint_queue_size", name="p", model_server_endpoint="pod-1") == 1
+    assert run.sample("extproc_held_bytes") == 77
+    assert run.sample("ledger_overdrafts_total") == 0
+
+
+def test_a_pool_without_fresh_endpoints_publishes_zero_not_nan() -> None:
+    run = Run()
+    run.app.store.refresh(1000.0, 0.2)
+    renew(run)
+    for name in ("average_queue_size", "std_dev_queue_size", "average_kv_cache_utilization"):
+        assert run.sample(name) == 0.0
+    run.app.set_endpoints([])
+    renew(run)
+    assert run.sample("ready_endpoints") == 0
+    text = generate_latest(run.app.metrics.registry).decode()
+    assert not [s for f in text_string_to_metric_families(text) for s in f.samples if math.isnan(s.value)]
+
+
+def test_what_is_in_flight_to_each_endpoint_and_that_it_ends() -> None:
+    run = Run()
+    placement = run.place(runtime.chat("x" * 4000))
+    chosen = placement.serving.endpoints[0].name
+    renew(run)
+    assert run.sample("inflight_requests", endpoint_name=chosen, producer_name="inflight-ledger") == 1
+    assert run.sample("inflight_tokens", endpoint_name=chosen) > 900
+    assert run.sample("inflight_requests") == 1
+    run.tell(placement, 1.0, Ended(Cause.NATURAL, None, 1, 1))
+    renew(run)
+    assert run.sample("inflight_requests") == run.sample("inflight_tokens") == 0
+    assert len(series_of(run.app.metrics, "inflight_requests")) == 2
+
+
+def test_series_of_an_endpoint_go_with_it_but_not_before_its_last_request() -> None:
+    run = Run()
+    placement = run.place()
+    gone = placement.serving.endpoints[0]
+    others = [each for _, each in run.app.store.roster if each is not gone]
+    renew(run)
+    run.app.set_endpoints(others)
+    renew(run)
+    assert run.sample("inflight_requests", endpoint_name=gone.name) == 1
+    assert names_in(run, "per_endpoint_queue_size", "model_server_endpoint") == {each.name for each in others}
+    assert run.sample("scheduler_attempts_total", endpoint_name=gone.name) == 1
+    run.tell(placement, 1.0, Ended(Cause.NATURAL, None, 1, 1))
+    run.app.store.refresh(run.now, 0.2)
+    renew(run)
+    assert names_in(run, "inflight_requests", "endpoint_name") == {each.name for each in others}
+    assert names_in(run, "inflight_tokens", "endpoint_name") == {each.name for each in others}
+    assert gone.name not in names_in(run, "scheduler_attempts_total", "endpoint_name")
+
+
+def names_in(run: Run, name: str, label: str) -> set[str]:
+    return {series.labels[label] for series in series_of(run.app.metrics, name)}
+
+
+def test_a_recreated_pod_of_the_same_name_shares_its_series() -> None:
+    """The old one drains while the new one serves: one series, the sum; none is removed under the other."""
+    run = Run()
+    run.app.set_endpoints([runtime.endpoint(1, "old")])
+    first = run.place()
+    run.app.set_endpoints([runtime.endpoint(1, "new")])
+    second, third = run.place(), run.place()
+    (slot, _), *_ = run.app.store.roster
+    run.app.store.sampled(slot, EngineSample(waiting=5), 0.0)
+    renew(run)
+    assert run.sample("inflight_requests", endpoint_name="pod-1") == 3
+    assert run.sample("per_endpoint_queue_size", model_server_endpoint="pod-1") == 5
+    run.tell(first, 1.0, Ended(Cause.NATURAL, None, 1, 1))
+    run.app.store.refresh(run.now, 0.2)
+    renew(run)
+    assert run.sample("inflight_requests", endpoint_name="pod-1") == 2
+    assert run.sample("scheduler_attempts_total", endpoint_name="pod-1") == 3
+    run.place()
+    renew(run)
+    assert run.sample("scheduler_attempts_total", endpoint_name="pod-1") == 4
+    for placement in (second, third):
+        run.tell(placement, 1.0, Ended(Cause.NATURAL, None, 1, 1))
+    renew(run)
+    assert run.sample("inflight_requests", endpoint_name="pod-1") == 1
+
+
+def test_counters_kept_elsewhere_are_followed() -> None:
+    run = Run()
+    run.app.ledger.strict = False
+    for _ in range(2):
+        run.app.ledger.release(0, 0)
+        renew(run)
+    assert run.sample("ledger_overdrafts_total") == 2
+    metrics = run.app.metrics
+    for total in (3, 3, 7):
+        metrics.total("datalayer_poll_errors_total", total, "metrics-data-source")
+    assert run.sample("datalayer_poll_errors_total", source_type="metrics-data-source") == 7
+
+
+def test_every_row_of_the_table_is_fed() -> None:
+    """Whatever is not told by the requests above comes from here: no row stands there without a value."""
+    run = Run()
+    run.whole(runtime.chat("x" * 4000), end=Ended(Cause.NATURAL, Usage(10, 5, 3), 1, 1))
+    run.tell(streamed := run.place(), 0.1, AnswerHeaders(200, "192.0.2.1:1", True))
+    run.tell(streamed, 0.2, FirstToken())
+    run.tell(streamed, 0.3, Ended(Cause.NATURAL, Usage(10, 5), 1, 1))
+    run.whole(status=503)
+    run.app.metrics.decided(0.1, 0.1)
+    run.app.recorder.plugin_failed(run, RuntimeError("planted"))
+    run.app.renew_gauges()
+    run.app.discovery_failed("planted")
+    counts = run.app.stream_counts()
+    counts.opened()
+    counts.closed("OK")
+    for row in TABLE:
+        suffix = "_count" if row.kind == "histogram" else ""
+        series = series_of(run.app.metrics, row.name + suffix)
+        assert series, row.name
+        if row.kind == "histogram":
+            assert sum(one.value for one in series) > 0, row.name
