@@ -115,7 +115,7 @@ class App:
         source = assembly.metrics_source
         scraper = Scraper(
             store,
-            interval_s=options.refresh_metrics_interval,
+            interval_s=source.interval_s or options.refresh_metrics_interval,
             scheme=source.scheme,
             path=source.path,
             tls=not source.insecure_skip_verify,
