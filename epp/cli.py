@@ -191,10 +191,10 @@ def demo(workload: Path | None, picture: Path, **rest: Any) -> None:
     """Round robin against Warmroute: 8 simulated engines behind a real Envoy."""
     from rich.console import Console
 
-    from epp.lab.demo import DemoOptions
+    from epp.lab.demo import DEMO_WORKLOAD, DemoOptions
     from epp.lab.demo import demo as play_demo
 
-    options = DemoOptions(workload=workload or _example("demo/workload.json"), picture=picture, **rest)
+    options = DemoOptions(workload=workload or DEMO_WORKLOAD, picture=picture, **rest)
     status = 0
 
     def action() -> None:
@@ -203,11 +203,6 @@ def demo(workload: Path | None, picture: Path, **rest: Any) -> None:
 
     run(action)
     sys.exit(status)
-
-
-def _example(name: str) -> Path:
-    """A file of the examples, beside the package in a checkout."""
-    return Path(__file__).resolve().parents[1] / "examples" / name
 
 
 if __name__ == "__main__":

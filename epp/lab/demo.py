@@ -30,6 +30,7 @@ from epp.lab.workload import (
 )
 
 Floats = NDArray[np.float64]
+DEMO_WORKLOAD = Path(__file__).with_name("demo.json")
 MOST_LAG = 0.10
 REQUESTS_FAILED, ENGINES_LAGGED = 1, 3
 """Exit statuses; the second says that this machine was too busy, not that anything is wrong."""
@@ -175,7 +176,7 @@ async def _demo(
             await _keep(stack, workload, console)
         else:
             console.print(
-                "To keep it running and send your own requests: "
+                "To keep it running and send a request of your own with curl: "
                 "[bold]warmroute demo --keep[/] (make demo ARGS=--keep)"
             )
     return status

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from epp.errors import ConfigError
+from epp.lab.demo import DEMO_WORKLOAD
 from epp.lab.workload import load_workload, read_mooncake_trace
 from epp.runtime.explanations import read
 from epp.scheduling.explain import render_table
-
-EXAMPLES = Path(__file__).parents[2] / "examples" / "demo"
 
 ODD: list[Any] = [
     *(None, True, False, -1, 0, 1, 2**31, 2**63, 2**200, 1.5, -0.0, 1e308, float("nan"), float("inf")),
@@ -135,7 +134,7 @@ TRACE = b"".join(
 READERS: dict[str, tuple[Callable[[Path], None], bytes]] = {
     "decision": (explain_file, json.dumps(DECISION).encode()),
     "decisions": (explain_file, json.dumps([DECISION, DECISION]).encode()),
-    "workload": (workload_file, (EXAMPLES / "workload.json").read_bytes()),
+    "workload": (workload_file, DEMO_WORKLOAD.read_bytes()),
     "trace": (trace_file, TRACE),
 }
 

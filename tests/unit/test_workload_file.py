@@ -8,6 +8,7 @@ import pytest
 
 from epp.errors import ConfigError
 from epp.lab import tokens
+from epp.lab.demo import DEMO_WORKLOAD
 from epp.lab.engine import Engine
 from epp.lab.workload import (
     Turn,
@@ -19,12 +20,10 @@ from epp.lab.workload import (
     read_mooncake_trace,
 )
 
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "workload.json"
-
 
 def demo_with(tmp_path: Path, **changes: Any) -> Path:
     """The demo's file with fields replaced, named by their path with `__` for a dot; None removes one."""
-    content = json.loads(DEMO.read_text())
+    content = json.loads(DEMO_WORKLOAD.read_text())
     for name, value in changes.items():
         *above, field = name.split("__")
         place = content
@@ -39,7 +38,7 @@ def demo_with(tmp_path: Path, **changes: Any) -> Path:
 
 
 def test_demo_workload_overflows_one_engine_and_fits_the_fleet() -> None:
-    workload = load_workload(DEMO)
+    workload = load_workload(DEMO_WORKLOAD)
     fleet = workload.fleet
     for seed in (1, 2, 3):
         cache = infinite_cache(plan(workload, seed), fleet.block_size)
@@ -48,14 +47,14 @@ def test_demo_workload_overflows_one_engine_and_fits_the_fleet() -> None:
 
 
 def test_demo_engines_are_what_the_file_says() -> None:
-    fleet = load_workload(DEMO).fleet
+    fleet = load_workload(DEMO_WORKLOAD).fleet
     engine = Engine(fleet.spec())
     assert (fleet.engines, engine.spec.num_blocks, engine.spec.block_size) == (8, 3201, 16)
     assert fleet.cache_tokens == 3200 * 16
 
 
 def test_every_prompt_of_the_demo_fits_an_engine() -> None:
-    workload = load_workload(DEMO)
+    workload = load_workload(DEMO_WORKLOAD)
     longest = longest_chat_tokens(workload.chats)
     sizes: dict[int, int] = {}
     for turn in plan(workload):
