@@ -29,8 +29,8 @@ check: $(DEV)  ## format, lint, types, import contracts, freshness of generated 
 	$(PY) tools/proto.py --check
 	$(PY) tools/docs.py --check
 
-bench: $(DEV) $(ENVOY)  ## the budgets, measured on this machine (ARGS=benchmarks/NAME.py for one)
-	@for script in $(or $(ARGS),$(sort $(wildcard benchmarks/*.py))); do echo "== $$script"; $(PY) $$script || exit 1; done
+bench: $(DEV)  ## the budgets, measured on this machine (ARGS="--only SECTION", ...)
+	$(PY) benchmarks/run.py $(ARGS)
 
 proto: $(DEV)  ## generate epp/wire from proto/
 	$(PY) tools/proto.py

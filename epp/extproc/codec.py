@@ -39,6 +39,7 @@ from epp.wire.ext_proc_pb2 import (
 
 OVERWRITE: Final = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 DESTINATIONS_KEPT: Final = 4096
+LENGTHS_KEPT: Final = 4096
 REQUEST: Final = Direction.REQUEST
 RESPONSE: Final = Direction.RESPONSE
 
@@ -74,14 +75,11 @@ def decode(message: bytes, at: float) -> Event:
 
 def encode(reply: Reply) -> bytes:
     """Write one `ProcessingResponse`."""
-    wire = ProcessingResponse()
     if isinstance(reply, StreamedBodyReply):
-        body = wire.response_body if reply.direction is RESPONSE else wire.request_body
-        piece = body.response.body_mutation.streamed_response
-        piece.body = reply.body
-        if reply.end_of_stream:
-            piece.end_of_stream = True
-        return wire.SerializeToString()
+        if reply.body and not reply.end_of_stream and reply.direction is RESPONSE:
+            return _before_answer_piece(len(reply.body)) + reply.body
+        return _streamed_piece(reply).SerializeToString()
+    wire = ProcessingResponse()
     match reply:
         case HeadersReply():
             part = wire.request_headers if reply.direction is REQUEST else wire.response_headers
@@ -104,6 +102,23 @@ def encode(reply: Reply) -> bytes:
             answer.details = reply.details
             _set_headers(answer.headers, reply.headers)
             return wire.SerializeToString()
+
+
+def _streamed_piece(reply: StreamedBodyReply) -> ProcessingResponse:
+    wire = ProcessingResponse()
+    body = wire.response_body if reply.direction is RESPONSE else wire.request_body
+    piece = body.response.body_mutation.streamed_response
+    piece.body = reply.body
+    if reply.end_of_stream:
+        piece.end_of_stream = True
+    return wire
+
+
+@lru_cache(maxsize=LENGTHS_KEPT)
+def _before_answer_piece(size: int) -> bytes:
+    """The message of a piece of an answer up to its body, which ends it: it depends on the length alone."""
+    reply = StreamedBodyReply(RESPONSE, bytes(size), end_of_stream=False)
+    return _streamed_piece(reply).SerializeToString()[:-size]
 
 
 def _with_edits(wire: ProcessingResponse, common: CommonResponse, reply: HeadersReply | BodyReply) -> bytes:

@@ -257,3 +257,16 @@ def test_immediate_replies() -> None:
     assert (answer.status.code, answer.body, answer.details) == (503, b'{"error":{}}', "short")
     assert answer.headers.set_headers[0].header.key == b"retry-after"
     assert not answer.HasField("grpc_status")
+
+
+@pytest.mark.parametrize("size", [1, 2, 126, 127, 128, 260, 16_383, 16_384, 62_000])
+@pytest.mark.parametrize("direction", [Direction.REQUEST, Direction.RESPONSE])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_streamed_piece_is_what_the_stubs_write(size: int, direction: Direction, last: bool) -> None:
+    for fill in (b"a", b"\x0a"):  # the second looks like a field
+        wire = pb.ProcessingResponse()
+        side = wire.response_body if direction is Direction.RESPONSE else wire.request_body
+        piece = side.response.body_mutation.streamed_response
+        piece.body = fill * size
+        piece.end_of_stream = last
+        assert codec.encode(StreamedBodyReply(direction, fill * size, last)) == wire.SerializeToString()
