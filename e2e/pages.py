@@ -39,6 +39,11 @@ async def total(picker: Picker, name: str) -> float:
     return sum((await figures(picker)).get(name, []))
 
 
+async def has_ready(picker: Picker, count: int) -> bool:
+    """Whether so many endpoints may be chosen now."""
+    return (await figures(picker))["ready_endpoints"] == [count]
+
+
 async def until(holds: Callable[[], object], what: str) -> None:
     """Wait for something that comes soon. `holds` may be awaitable."""
     deadline = asyncio.get_running_loop().time() + DEADLINE_S

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from e2e.pages import FLAGS, complaints, decisions, idle, settled, total
+from e2e.pages import FLAGS, complaints, decisions, has_ready, idle, settled, total, until
 from e2e.questions import MODEL, Outcome, Question, ask, openai_client, text_of
 from epp.lab.stack import HOST, LabEngines, Picker, Stack
 from epp.lab.workload import Fleet
@@ -167,7 +167,7 @@ async def engines_die_under_load(stack: Stack, count: int, every_s: float, down_
     figures = await settled(picker)
     assert sum(figures["request_total"]) - placed_before == count
     assert len(figures["inflight_requests"]) == FLEET.engines
-    assert figures["ready_endpoints"] == [FLEET.engines]
+    await until(lambda: has_ready(picker, FLEET.engines), "every engine is back")
     assert complaints(picker) == []
 
 

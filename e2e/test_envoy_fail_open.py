@@ -1,7 +1,6 @@
 """The demo's Envoy configuration in a real Envoy, around a picker that always picks the same engine."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,22 +13,13 @@ from aiohttp import web
 
 from epp import names
 from epp.lab.envoy import BodyModes, EnvoyError, EnvoyProcess, PickerAddress, envoy_config, find_envoy
+from epp.lab.stack import free_ports
 from epp.runtime.tls import self_signed
 from epp.wire import ext_proc_pb2 as pb
 from epp.wire import health_pb2
 
 INTERVAL_S = 0.2
 BODY = b"x" * 100_000
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 @dataclass

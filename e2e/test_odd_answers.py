@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionUserMessageParam
 
 from e2e.backends import bare_backend
-from e2e.pages import FLAGS, complaints, figures, settled
+from e2e.pages import FLAGS, complaints, figures, settled, until
 from e2e.questions import openai_client
 from epp import names
 from epp.lab.stack import Gateway
@@ -58,7 +58,8 @@ class Connection:
 
 
 def head(status: str = "200 OK", **headers: str) -> bytes:
-    lines = [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    fields = {"connection": "close"} | headers
+    lines = [f"{name.replace('_', '-')}: {value}" for name, value in fields.items()]
     return "\r\n".join([f"HTTP/1.1 {status}", *lines, "", ""]).encode()
 
 
@@ -93,12 +94,12 @@ SPLIT = (
 
 async def early(connection: Connection) -> None:
     """Answers at the head of the request, reads nothing of its body, and stays connected for a while."""
-    await connection.send(whole(ERROR, "413 Payload Too Large", connection="close"))
+    await connection.send(whole(ERROR, "413 Payload Too Large"))
     await asyncio.sleep(0.5)
 
 
 async def early_and_gone(connection: Connection) -> None:
-    await connection.send(whole(ERROR, "401 Unauthorized", connection="close"))
+    await connection.send(whole(ERROR, "401 Unauthorized"))
 
 
 async def early_and_reading(connection: Connection) -> None:
@@ -173,7 +174,7 @@ async def large(connection: Connection) -> None:
 async def until_close(connection: Connection) -> None:
     """Neither length nor chunks: the end of the connection is the end of the answer."""
     await connection.read_body()
-    await connection.send(head(content_type="application/json", connection="close"), b'{"a":', b" 1}")
+    await connection.send(head(content_type="application/json"), b'{"a":', b" 1}")
 
 
 async def no_content(connection: Connection) -> None:
@@ -203,13 +204,23 @@ async def split_whole(connection: Connection) -> None:
     await connection.send(*[whole(body)[start : start + 11] for start in range(0, len(whole(body)), 11)])
 
 
+async def stays_connected(connection: Connection) -> None:
+    """Waits for Envoy to close the connection."""
+    await connection.read_body()
+    await connection.send(whole(b'{"a": 1}', connection="keep-alive"))
+    CLOSED.append(await connection.reader.read())
+
+
+CLOSED: list[bytes] = []
+
+
 BEHAVIOURS: dict[str, Callable[[Connection], Awaitable[None]]] = {
     each.__name__: each
     for each in (
         *(early, early_and_gone, early_and_reading, early_stream),
         *(cut_stream, ended_stream, cut_whole, silent, garbage),
         *(thousand, one_byte_chunks, with_trailers, compressed, large, until_close, no_content, interim),
-        *(split, split_whole),
+        *(split, split_whole, stays_connected),
     )
 }
 
@@ -341,6 +352,14 @@ async def test_every_byte_of_an_answer_arrives(
     assert length is None or int(length) == len(body)
     assert got.headers.get("content-encoding") == ("gzip" if behaviour is compressed else None)
     assert names.CONTROL_HEADERS.isdisjoint(got.headers)
+
+
+async def test_idle_connections_are_closed_before_an_engine_does(line: Gateway) -> None:
+    """vLLM closes them after five seconds: a request that comes in that moment would be lost."""
+    CLOSED.clear()
+    got = await send(line, stays_connected)
+    assert got.body == b'{"a": 1}'
+    await until(lambda: CLOSED == [b""], "Envoy has closed its idle connection")
 
 
 async def test_answer_without_a_body(line: Gateway) -> None:

@@ -17,16 +17,10 @@ from epp.lab.stack import HOST, Gateway, Picker
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 LISTENER = "          stat_prefix: gateway\n"
-CLUSTER = "    lb_policy: CLUSTER_PROVIDED\n"
+CLUSTER = "explicit_http_config: {http_protocol_options: {}}"
 LETS_PASS = {
     LISTENER: LISTENER + "          http_protocol_options: {enable_trailers: true}\n",
-    CLUSTER: CLUSTER
-    + """\
-    typed_extension_protocol_options:
-      envoy.extensions.upstreams.http.v3.HttpProtocolOptions:
-        "@type": type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions
-        explicit_http_config: {http_protocol_options: {enable_trailers: true}}
-""",
+    CLUSTER: "explicit_http_config: {http_protocol_options: {enable_trailers: true}}",
 }
 
 
@@ -44,8 +38,8 @@ async def line(envoy: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIt
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
         arrived.append(await reader.readuntil(b"x-last: of the request\r\n\r\n"))
         writer.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-            b"%x\r\n%b\r\n0\r\nx-last: of the answer\r\n\r\n" % (len(EVENTS), EVENTS)
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+            b"connection: close\r\n\r\n%x\r\n%b\r\n0\r\nx-last: of the answer\r\n\r\n" % (len(EVENTS), EVENTS)
         )
         await writer.drain()
 

@@ -7,9 +7,10 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import randbelow
 from types import TracebackType
 from typing import Self
 
@@ -23,6 +24,7 @@ from epp.lab.workload import Fleet
 
 HOST = "127.0.0.1"
 _POLL_S = 0.05
+_PORTS = range(20_000, 32_000)
 _YIELD = 10
 
 
@@ -31,15 +33,19 @@ class StackError(WarmrouteError):
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Ports nobody listens on now, all different.
+
+    Not from the range that the system gives to connections: until a child has opened its port, any
+    connection on this machine could get one of those.
+    """
+    found: set[int] = set()
+    while len(found) < count:
+        port = _PORTS[randbelow(len(_PORTS))]
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((HOST, port))
+            found.add(port)
+    return list(found)
 
 
 class Child:

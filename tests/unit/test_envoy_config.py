@@ -97,6 +97,12 @@ def test_fail_closed_has_no_way_around_the_picker() -> None:
     assert connection_manager(config)["http_filters"][0]["typed_config"]["failure_mode_allow"] is False
 
 
+def test_idle_connections_to_engines_end_before_vllm_ends_them() -> None:
+    for name in ("picked", "engines"):
+        (options,) = clusters(rendered())[name]["typed_extension_protocol_options"].values()
+        assert float(options["common_http_protocol_options"]["idle_timeout"].removesuffix("s")) < 5.0
+
+
 def test_endpoints_and_pickers_are_listed() -> None:
     config = rendered(pickers=[PickerAddress("127.0.0.1", 9002, 9003), PickerAddress("127.0.0.1", 9012)])
     (group,) = clusters(config)["engines"]["load_assignment"]["endpoints"]
