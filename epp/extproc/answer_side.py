@@ -57,7 +57,7 @@ class AnswerSide:
         dropped: body messages that came after the body had ended.
         awaiting_edit: the director was told of the headers and has not said what to change yet.
         complete: the whole answer has passed.
-    passes_unseen: the headers were replied to, and the rest goes by without us until the stream closes.
+        passes_unseen: the headers were replied to, and the rest goes by without us until the stream closes.
     """
 
     __slots__ = (

@@ -54,7 +54,6 @@ def _over_time(axes: Any, runs: "dict[str, Played]") -> None:
     axes.set(
         title="Time to first token of each request", xlabel="seconds into the run", ylabel="ms", yscale="log"
     )
-    axes.legend(loc="upper left")
 
 
 def _distribution(axes: Any, runs: "dict[str, Played]") -> None:
@@ -69,7 +68,6 @@ def _distribution(axes: Any, runs: "dict[str, Played]") -> None:
         ylim=(0, 1.02),
         xscale="log",
     )
-    axes.legend(loc="lower right")
 
 
 def _hits(axes: Any, runs: "dict[str, Played]", best: float) -> None:

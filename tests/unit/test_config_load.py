@@ -125,8 +125,9 @@ def test_a_producer_of_the_default_name_is_used() -> None:
 
 
 def test_token_producer_estimates() -> None:
-    load(plugins=plugins("token-producer"))
-    load(plugins=plugins({"type": "token-producer", "parameters": {"estimate": {}}}))
+    for block in ("token-producer", {"type": "token-producer", "parameters": {"estimate": {}}}):
+        loaded = load(plugins=plugins(block))
+        assert "token-producer" in [plugin.name for plugin in loaded.plugins]
 
 
 # -- warnings ---------------------------------------------------------------------------------------
@@ -182,12 +183,13 @@ def test_problem(row: dict[str, Any]) -> None:
 
 
 def test_default_policies_may_be_referred_to_by_type() -> None:
-    load(
+    loaded = load(
         flowControl={
             "saturationDetector": {"pluginRef": "utilization-detector"},
             "defaultPriorityBand": {"fairnessPolicyRef": "round-robin-fairness-policy"},
         }
     )
+    assert any("flowControl" in warning for warning in loaded.warnings)
 
 
 def test_several_profiles_need_another_handler() -> None:
