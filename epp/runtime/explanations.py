@@ -63,6 +63,9 @@ def read(file: Path) -> list[Explanation]:
 
 def _decoded(data: bytes) -> list[Explanation]:
     """One explanation or a list of them. Raises ValueError."""
-    if data.lstrip().startswith(b"["):
-        return msgspec.json.decode(data, type=list[Explanation])
-    return [msgspec.json.decode(data, type=Explanation)]
+    try:
+        if data.lstrip().startswith(b"["):
+            return msgspec.json.decode(data, type=list[Explanation])
+        return [msgspec.json.decode(data, type=Explanation)]
+    except RecursionError:
+        raise ValueError("JSON nested too deeply") from None

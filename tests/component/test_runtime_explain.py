@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from epp.cli import main
+from epp.lab.stack import free_ports
 from epp.payload.records import RawRequest
 from epp.runtime.admin import admin_app, start_admin
 from epp.runtime.app import App
@@ -38,12 +39,6 @@ def _module(name: str, file: Path) -> ModuleType:
 
 
 runtime = _module("runtime_picker", DATA / "runtime" / "picker.py")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Admin:
@@ -68,7 +63,7 @@ class Admin:
 @pytest.fixture
 async def admin() -> AsyncIterator[Admin]:
     app = runtime.picker(3)
-    port = free_port()
+    port = free_ports(1)[0]
     runner = await start_admin(admin_app(lambda: app.recorder.decisions), port)
     yield Admin(app, port)
     await runner.cleanup()
@@ -148,7 +143,7 @@ async def test_a_bad_number_is_refused_in_words(admin: Admin, last: str) -> None
 
 async def test_a_taken_port_leaves_nothing_open() -> None:
     app = admin_app(list)
-    port = free_port()
+    port = free_ports(1)[0]
     runner = await start_admin(app, port)
     with pytest.raises(OSError, match="in use"):
         await start_admin(admin_app(list), port)
@@ -230,7 +225,7 @@ def test_a_wrong_address_is_told_in_words(admin_url: str, said: str) -> None:
 
 
 def test_nobody_at_the_port() -> None:
-    result = explain("--admin", f"http://127.0.0.1:{free_port()}")
+    result = explain("--admin", f"http://127.0.0.1:{free_ports(1)[0]}")
     assert result.exit_code == 1
     assert "no picker answers at http://127.0.0.1:" in result.output
     assert "--file reads one" in result.output
@@ -238,7 +233,7 @@ def test_nobody_at_the_port() -> None:
 
 def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with answering(http(b"[]")) as url:
-        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_ports(1)[0]}")
         assert "no decision is kept for any request" in explain("--admin", url).output
 
 
@@ -251,6 +246,9 @@ def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch
         (b"[{}]", "is not a recorded decision: Object missing required field `request_id` - at `$[0]`"),
         (b'{"request_id": 1}', "is not a recorded decision: Expected `str`, got `int` - at `$.request_id`"),
         (b'{"request_id": "\xff"}', "is not a recorded decision"),
+        pytest.param(
+            b'{"a":' + b"[" * 100_000, "is not a recorded decision: JSON nested too deeply", id="deep"
+        ),
     ],
 )
 def test_a_bad_file_is_named(content: bytes | None, said: str, tmp_path: Path) -> None:
