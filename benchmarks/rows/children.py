@@ -14,6 +14,7 @@ import grpc
 
 from benchmarks.rows.picker import PAGE
 from epp import names
+from epp.lab.stack import free_ports
 
 START_TIMEOUT_S = 30.0
 SERVING = b"\x08\x01"  # a HealthCheckResponse that says so
@@ -61,14 +62,6 @@ def serve(folder: Path, ports: Sequence[int], *flags: str) -> Iterator[Serve]:
             yield Serve(process.pid, grpc_port, time.monotonic() - began)
         finally:
             process.terminate()
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def _config(folder: Path, ports: Sequence[int]) -> Path:

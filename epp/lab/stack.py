@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ HOST = "127.0.0.1"
 _POLL_S = 0.05
 _PORTS = range(20_000, 32_000)
 _YIELD = 10
+_ENGINES_READY_S = 30.0
 
 
 class StackError(WarmrouteError):
@@ -98,7 +100,34 @@ class Child:
         return StackError(f"{self.name} {what}; its last output:\n{self.log_end()}")
 
 
-class LabEngines:
+class _Whole(ABC):
+    """Started whole or not at all, and ended in the reverse order: `async with`.
+
+    Attributes:
+        _exit: takes what `_start` has started; empty before.
+    """
+
+    _exit: AsyncExitStack
+
+    async def __aenter__(self) -> Self:
+        self._exit = AsyncExitStack()
+        try:
+            await self._start()
+        except BaseException:
+            await self._exit.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._exit.aclose()
+
+    @abstractmethod
+    async def _start(self) -> None: ...
+
+
+class LabEngines(_Whole):
     """The engines of a fleet in one child process."""
 
     def __init__(self, fleet: Fleet, model: str, folder: Path) -> None:
@@ -118,9 +147,10 @@ class LabEngines:
         self.ports: list[int] = []
         self.admin_url = ""
 
-    async def start(self, timeout_s: float = 30.0) -> None:
+    async def _start(self) -> None:
+        self._exit.push_async_callback(self.child.stop)
         await self.child.start()
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = asyncio.get_running_loop().time() + _ENGINES_READY_S
         while not self._ready.exists() or not self._ready.read_text().endswith("\n"):
             if self.child.returncode is not None or asyncio.get_running_loop().time() > deadline:
                 raise self.child.failed("did not come up")
@@ -128,19 +158,6 @@ class LabEngines:
         ready = json.loads(self._ready.read_text())
         self.ports = ready["ports"]
         self.admin_url = f"http://{HOST}:{ready['admin_port']}"
-
-    async def __aenter__(self) -> Self:
-        try:
-            await self.start()
-        except BaseException:
-            await self.child.stop()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.child.stop()
 
     @property
     def addresses(self) -> list[Address]:
@@ -271,7 +288,7 @@ async def _listens(port: int) -> bool:
 
 
 @dataclass
-class Gateway:
+class Gateway(_Whole):
     """Pickers and an Envoy in front of engines, started in this order and ended in the other.
 
     Attributes:
@@ -294,20 +311,6 @@ class Gateway:
     url: str = field(init=False, default="")
     round_robin_url: str = field(init=False, default="")
     proxy: EnvoyProcess = field(init=False)
-    _exit: AsyncExitStack = field(init=False, default_factory=AsyncExitStack)
-
-    async def __aenter__(self) -> Self:
-        try:
-            await self._start()
-        except BaseException:
-            await self._exit.aclose()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._exit.aclose()
 
     async def _start(self) -> None:
         for index in range(self.picker_count):
@@ -340,7 +343,7 @@ class Gateway:
 
 
 @dataclass
-class Stack:
+class Stack(_Whole):
     """Lab engines with a gateway in front of them.
 
     Attributes:
@@ -356,7 +359,6 @@ class Stack:
     engines_first: bool = False
     engines: LabEngines = field(init=False)
     gateway: Gateway = field(init=False)
-    _exit: AsyncExitStack = field(init=False, default_factory=AsyncExitStack)
 
     @property
     def gateway_url(self) -> str:
@@ -370,22 +372,12 @@ class Stack:
     def pickers(self) -> list[Picker]:
         return self.gateway.pickers
 
-    async def __aenter__(self) -> Self:
-        try:
-            self.engines = LabEngines(self.fleet, self.model, self.folder)
-            await self._exit.enter_async_context(self.engines)
-            if self.engines_first:
-                os.nice(_YIELD)
-            self.gateway = Gateway(
-                self.engines.addresses, self.folder, self.envoy, picker_flags=self.picker_flags
-            )
-            await self._exit.enter_async_context(self.gateway)
-        except BaseException:
-            await self._exit.aclose()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._exit.aclose()
+    async def _start(self) -> None:
+        self.engines = LabEngines(self.fleet, self.model, self.folder)
+        await self._exit.enter_async_context(self.engines)
+        if self.engines_first:
+            os.nice(_YIELD)
+        self.gateway = Gateway(
+            self.engines.addresses, self.folder, self.envoy, picker_flags=self.picker_flags
+        )
+        await self._exit.enter_async_context(self.gateway)

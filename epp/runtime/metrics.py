@@ -118,11 +118,11 @@ class Metrics:
             self._flows(prepared.flow),
             _PRIORITY,
         )
+        if values not in self._children and len(self._children) >= LABEL_SETS:
+            values = (OTHER, OTHER, OTHER, _PRIORITY)
         found = self._children.get(values)
         if found is None:
-            if len(self._children) >= LABEL_SETS:
-                values = (OTHER, OTHER, OTHER, _PRIORITY)
-            found = self._children.setdefault(values, _Children(self._made, values))
+            found = self._children[values] = _Children(self._made, values)
         return found
 
     def decided(self, reading_s: float, choosing_s: float) -> None:

@@ -40,7 +40,7 @@ async def test_engines_that_do_not_come_up(tmp_path: Path) -> None:
     engines = LabEngines(FLEET, "m", tmp_path)
     engines.child.command = [*engines.child.command, "--no-such-option"]
     with pytest.raises(StackError, match="(?s)did not come up; its last output:.*--no-such-option"):
-        await engines.start()
+        await engines.__aenter__()
 
 
 async def test_picker_that_does_not_come_up(tmp_path: Path) -> None:

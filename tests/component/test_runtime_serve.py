@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from epp.lab.stack import free_ports
 from epp.wire.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 DATA = Path(__file__).parents[1] / "data"
@@ -40,16 +41,6 @@ def _module(name: str, file: Path) -> ModuleType:
 
 wire = _module("extproc_over_wire", DATA / "extproc" / "over_wire.py")
 runtime = _module("runtime_picker", DATA / "runtime" / "picker.py")
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 class Process:
