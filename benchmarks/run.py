@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.rows import answers, index, machine, requests, resident, scraping, transport
+from benchmarks.rows import answers, header_blocks, index, machine, requests, resident, scraping, transport
 from benchmarks.rows.timing import FULL, SMOKE, Effort, Result, calibration_ms
 
 SECTIONS: dict[str, Callable[[Effort], list[Result]]] = {
@@ -26,6 +26,8 @@ SECTIONS: dict[str, Callable[[Effort], list[Result]]] = {
     "chunk": answers.answer_chunk,
     "request": answers.whole_request,
     "streamed-chat": answers.streamed_chat,
+    "header-blocks": header_blocks.reading,
+    "own": transport.through_own,
     "grpcio": transport.through_grpcio,
     "scrape": scraping.one_page,
     "idle": scraping.idle,
@@ -37,7 +39,6 @@ LATER = (
     ("index memory, precise", "64 bytes a (block, endpoint)"),
     ("ingest of KV events, prefill store / single decode block", "2 / 10 us a block"),
     ("predictor, two targets, 32 / 512 endpoints", "1.5 / 5 ms"),
-    ("one streamed chunk with the own HTTP/2, saturated / 5,000 a second", "9 / 14 us"),
     ("start to ready, Kubernetes", "5 s"),
     ("resident memory with a precise index", "350 MB"),
     ("sidecar, one streamed chunk", "60 us"),

@@ -4,11 +4,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from e2e.pages import FLAGS, complaints, settled
+from e2e.pages import FLAGS, complaints, on, settled
 from e2e.questions import MODEL
 from epp.lab.envoy import find_envoy
 from epp.lab.stack import Gateway, LabEngines
 from epp.lab.workload import Fleet
+from epp.runtime.options import GRPCIO
 
 # Fast enough that no test waits for them, slow enough that a stream of a hundred tokens can be caught midway.
 FLEET = Fleet(
@@ -35,6 +36,9 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab
         yield engines
 
 
+# Tests use the default transport. Those that tell most about a transport also run on the other one.
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def gateway(
     engines: LabEngines, envoy: Path, tmp_path_factory: pytest.TempPathFactory
@@ -45,3 +49,22 @@ async def gateway(
         yield gateway
         await settled(gateway.pickers[0])
         assert complaints(gateway.pickers[0]) == []
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def grpcio_gateway(
+    engines: LabEngines, envoy: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Gateway]:
+    folder = tmp_path_factory.mktemp("grpcio")
+    async with Gateway(engines.addresses, folder, envoy, picker_flags=on(GRPCIO)) as gateway:
+        yield gateway
+        await settled(gateway.pickers[0])
+        assert complaints(gateway.pickers[0]) == []
+
+
+@pytest.fixture(params=["gateway", "grpcio_gateway"], ids=["own", "grpcio"])
+def each_gateway(request: pytest.FixtureRequest) -> Gateway:
+    """`gateway`, and one like it on the other transport."""
+    found = request.getfixturevalue(request.param)
+    assert isinstance(found, Gateway)
+    return found

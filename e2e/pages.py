@@ -21,6 +21,12 @@ GAUGES_EVERY_S = 0.2
 FLAGS = (f"--refresh-prometheus-metrics-interval={GAUGES_EVERY_S * 1000:g}ms",)
 """Flags of a picker whose gauges are read by tests."""
 
+
+def on(transport: str) -> tuple[str, ...]:
+    """FLAGS of a picker with this transport."""
+    return (*FLAGS, f"--transport={transport}")
+
+
 DEADLINE_S = 60.0
 
 Figures = Mapping[str, list[float]]

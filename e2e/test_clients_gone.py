@@ -14,9 +14,10 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from yarl import URL
 
-from e2e.pages import FLAGS, complaints, idle, settled, total, until
+from e2e.pages import complaints, idle, on, settled, total, until
 from e2e.questions import Question, ask, openai_client, text_of
 from epp.lab.stack import Gateway, LabEngines
+from epp.runtime.options import TRANSPORTS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -34,12 +35,15 @@ class Leaves(StrEnum):
     ANY_TIME = "after some time, whatever comes"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=TRANSPORTS)
 async def gateway(
-    engines: LabEngines, envoy: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    engines: LabEngines,
+    envoy: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Gateway]:
     folder = tmp_path_factory.mktemp("clients-gone")
-    async with Gateway(engines.addresses, folder, envoy, picker_flags=FLAGS) as gateway:
+    async with Gateway(engines.addresses, folder, envoy, picker_flags=on(request.param)) as gateway:
         yield gateway
 
 

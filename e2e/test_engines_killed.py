@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from e2e.pages import FLAGS, complaints, decisions, has_ready, idle, settled, total, until
+from e2e.pages import complaints, decisions, has_ready, idle, on, settled, total, until
 from e2e.questions import MODEL, Outcome, Question, ask, openai_client, text_of
 from epp.lab.stack import HOST, LabEngines, Picker, Stack
 from epp.lab.workload import Fleet
 from epp.payload.records import Api
+from epp.runtime.options import TRANSPORTS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -36,9 +37,12 @@ SMALLEST, LARGEST = 1_000, 400_000
 FOUND_OUT_S = 2.0
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(envoy: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Stack(FLEET, MODEL, tmp_path_factory.mktemp("killed"), envoy, picker_flags=FLAGS) as stack:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=TRANSPORTS)
+async def stack(
+    request: pytest.FixtureRequest, envoy: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Stack]:
+    folder = tmp_path_factory.mktemp("killed")
+    async with Stack(FLEET, MODEL, folder, envoy, picker_flags=on(request.param)) as stack:
         yield stack
 
 

@@ -65,9 +65,9 @@ async def test_client_sees_its_own_name(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_client_library_reads_the_renamed_answer(gateway: Gateway, stream: bool) -> None:
+async def test_client_library_reads_the_renamed_answer(each_gateway: Gateway, stream: bool) -> None:
     question = Question("renamed-openai", "a model by another name", output_tokens=40, stream=stream)
-    async with openai_client(gateway.url, default_headers={REWRITE: MODEL}) as client:
+    async with openai_client(each_gateway.url, default_headers={REWRITE: MODEL}) as client:
         outcome = await ask(client, question)
         assert outcome.right
         with pytest.raises(NotFoundError):

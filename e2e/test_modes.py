@@ -9,13 +9,22 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from e2e.pages import FLAGS, complaints, decisions, figures, settled
+from e2e.pages import complaints, decisions, figures, on, settled
 from e2e.questions import MODEL, Question, ask, openai_client
 from epp.lab.envoy import BodyModes
 from epp.lab.stack import Gateway, LabEngines
 from epp.payload.records import Api
+from epp.runtime.options import GRPCIO, OWN
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+LINES = [
+    *((mode, tls, OWN) for mode in BodyModes for tls in (False, True)),
+    (BodyModes.FULL_DUPLEX, False, GRPCIO),
+    (BodyModes.FULL_DUPLEX, True, GRPCIO),
+    (BodyModes.BUFFERED, False, GRPCIO),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +36,8 @@ class Line:
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="session",
-    params=[(mode, tls) for mode in BodyModes for tls in (False, True)],
-    ids=[f"{mode.value}{tls}" for mode in BodyModes for tls in ("", "-tls")],
+    params=LINES,
+    ids=[f"{mode.value}{'-tls' if tls else ''}-{transport}" for mode, tls, transport in LINES],
 )
 async def line(
     request: pytest.FixtureRequest,
@@ -36,10 +45,10 @@ async def line(
     envoy: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Line]:
-    mode, tls = request.param
+    mode, tls, transport = request.param
     folder = tmp_path_factory.mktemp("modes")
     async with Gateway(
-        engines.addresses, folder, envoy, mode=mode, tls=tls, fail_open=False, picker_flags=FLAGS
+        engines.addresses, folder, envoy, mode=mode, tls=tls, fail_open=False, picker_flags=on(transport)
     ) as gateway:
         yield Line(gateway, mode)
         await settled(gateway.pickers[0])

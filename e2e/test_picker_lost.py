@@ -14,11 +14,12 @@ import pytest
 import pytest_asyncio
 
 from e2e.load import Load
-from e2e.pages import FLAGS, complaints, decisions, settled, total, until
+from e2e.pages import complaints, decisions, on, settled, total, until
 from e2e.questions import MODEL, Outcome, Question, ask, openai_client
 from epp import names
 from epp.lab.stack import HOST, Gateway, LabEngines, Picker
 from epp.lab.workload import Fleet
+from epp.runtime.options import OWN, TRANSPORTS
 from epp.wire.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -59,8 +60,9 @@ async def gateway(
     fail_open: bool = True,
     pickers: int = 1,
     drain_s: int = DRAIN_S,
+    transport: str = OWN,
 ) -> AsyncIterator[Gateway]:
-    flags = (*FLAGS, f"--drain-timeout={drain_s}s")
+    flags = (*on(transport), f"--drain-timeout={drain_s}s")
     async with Gateway(
         engines.addresses,
         folder,
@@ -157,11 +159,17 @@ async def ready(picker: Picker, service: str = names.EXT_PROC_SERVICE) -> bool:
         return bool(answer.status == HealthCheckResponse.SERVING)
 
 
-async def test_sigterm_with_a_second_picker(slow_engines: LabEngines, envoy: Path, tmp_path: Path) -> None:
-    async with gateway(slow_engines, envoy, tmp_path, pickers=2) as line, openai_client(line.url) as client:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_sigterm_with_a_second_picker(
+    slow_engines: LabEngines, envoy: Path, tmp_path: Path, transport: str
+) -> None:
+    async with (
+        gateway(slow_engines, envoy, tmp_path, pickers=2, transport=transport) as line,
+        openai_client(line.url) as client,
+    ):
         first, second = line.pickers
-        # Streams of ten seconds, some of them by either picker, whichever Envoy takes.
-        questions = [Question(f"long-{index}", f"long {index}", 800, stream=True) for index in range(8)]
+        # Streams of six seconds, some of them by either picker, whichever Envoy takes.
+        questions = [Question(f"long-{index}", f"long {index}", 480, stream=True) for index in range(8)]
         long = [asyncio.create_task(ask(client, question)) for question in questions]
         await until(lambda: _streams(first), "the first picker has streams")
         async with Load(line.url, lanes=8, output_tokens=4) as load:

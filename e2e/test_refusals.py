@@ -71,19 +71,19 @@ async def test_bodies_that_cannot_be_read(
     assert sum(each.requests for each in (await engines.stats()).engines) == before
 
 
-async def test_compressed_bodies_that_cannot_be_read(gateway: Gateway) -> None:
+async def test_compressed_bodies_that_cannot_be_read(each_gateway: Gateway) -> None:
     whole = gzip.compress(b'{"model": "m", "messages": %s}' % USER.encode())
     for body in (b"no gzip", whole[:-9], b""):
-        status, _, said = await post(gateway, body, content_encoding="gzip")
+        status, _, said = await post(each_gateway, body, content_encoding="gzip")
         assert status == 400, (body, said)
         assert isinstance(said["error"], dict)
     bomb = gzip.compress(bytes(64 << 20))
-    status, _, said = await post(gateway, bomb, content_encoding="gzip")
+    status, _, said = await post(each_gateway, bomb, content_encoding="gzip")
     assert status == 413, said
 
 
-async def test_refusal_as_users_see_it(gateway: Gateway) -> None:
-    async with openai_client(gateway.url) as client:
+async def test_refusal_as_users_see_it(each_gateway: Gateway) -> None:
+    async with openai_client(each_gateway.url) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model=MODEL, messages=[])
         assert (caught.value.param, caught.value.type) == ("messages", "invalid_request_error")

@@ -11,8 +11,9 @@ import pytest
 import pytest_asyncio
 
 from e2e.backends import bare_backend
-from e2e.pages import FLAGS, complaints, settled, total
+from e2e.pages import complaints, on, settled, total
 from epp.lab.stack import HOST, Gateway, Picker
+from epp.runtime.options import TRANSPORTS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -31,8 +32,10 @@ class Line:
     arrived: list[bytes]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def line(envoy: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Line]:
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=TRANSPORTS)
+async def line(
+    request: pytest.FixtureRequest, envoy: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Line]:
     arrived: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
@@ -46,7 +49,7 @@ async def line(envoy: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIt
     folder = tmp_path_factory.mktemp("trailers")
     async with (
         bare_backend(answer) as address,
-        Gateway([address], folder, envoy, picker_flags=FLAGS, edits=LETS_PASS) as gateway,
+        Gateway([address], folder, envoy, picker_flags=on(request.param), edits=LETS_PASS) as gateway,
     ):
         yield Line(urlsplit(gateway.url).port or 0, gateway.pickers[0], arrived)
         await settled(gateway.pickers[0])

@@ -10,8 +10,9 @@ from typing import Any
 import click
 import msgspec
 
+from epp.durations import Duration
 from epp.errors import ConfigError, WarmrouteError
-from epp.runtime.options import Duration, FlagSpec, Options, flags
+from epp.runtime.options import FlagSpec, Options, flags
 
 _TRUE, _FALSE = ("1", "t", "T", "true", "TRUE", "True"), ("0", "f", "F", "false", "FALSE", "False")
 

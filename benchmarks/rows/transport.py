@@ -21,28 +21,40 @@ STREAMS = 32
 NO_SCRAPING = "--refresh-metrics-interval=300s"
 
 
+def through_own(effort: Effort) -> list[Result]:
+    """Over the picker's own HTTP/2: what the budgets with transport are meant for."""
+    return _through("own", effort, request_us=350.0, chat_ms=1.6)
+
+
 def through_grpcio(effort: Effort) -> list[Result]:
+    """The same over grpcio."""
+    return _through("grpcio", effort, request_us=None, chat_ms=None)
+
+
+def _through(
+    transport: str, effort: Effort, *, request_us: float | None, chat_ms: float | None
+) -> list[Result]:
     """Closed loop, 32 streams at a time from one client process, as fast as it can; pages are not scraped."""
     count = max(2, effort.inner * 2)
     with (
         tempfile.TemporaryDirectory() as folder,
         page_server(ENDPOINTS) as ports,
-        serve(Path(folder), ports, NO_SCRAPING) as picker,
+        serve(Path(folder), ports, NO_SCRAPING, f"--transport={transport}") as picker,
     ):
         plain = asyncio.run(_sampled(picker, effort, count * 2, [traffic.plain_answer()], JSON, False))
         ahead = asyncio.run(_sampled(picker, effort, count, traffic.sse_chunks(), SSE, False))
         step = asyncio.run(_sampled(picker, effort, count, traffic.sse_chunks(), SSE, True))
     return [
-        Result("1 kB request, plain answer, everything, grpcio", "us", 350.0, plain),
+        Result(f"1 kB request, plain answer, everything, {transport}", "us", request_us, plain),
         Result(
-            "one streamed chat of 100 chunks, everything, grpcio",
+            f"one streamed chat of 100 chunks, everything, {transport}",
             "ms",
-            1.6,
+            chat_ms,
             tuple(sample / 1000 for sample in ahead),
             detail={"us_a_chunk": (min(ahead) - min(plain)) / traffic.CHUNKS},
         ),
         Result(
-            "the same, each chunk sent after the reply to the one before, grpcio",
+            f"the same, each chunk sent after the reply to the one before, {transport}",
             "ms",
             None,
             tuple(sample / 1000 for sample in step),

@@ -12,7 +12,7 @@ from epp import names
 from epp.config.document import plain_value
 from epp.config.loaded import LoadedConfig, LoadedPlugin, LoadedProfile, Origin
 from epp.config.registry import Kind
-from epp.config.schema import Duration
+from epp.durations import Duration
 
 _PLAIN: Final = re.compile(r"[A-Za-z_/$][\w./$-]*(=[\w.-]+)?")
 _COMMENT_COLUMN: Final = 56

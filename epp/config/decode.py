@@ -7,7 +7,8 @@ from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
-from epp.config.schema import Duration, Quantity
+from epp.config.schema import Quantity
+from epp.durations import Duration
 from epp.errors import Problem
 
 MAX_PROBLEMS: Final = 100

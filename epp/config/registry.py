@@ -10,7 +10,8 @@ import msgspec
 from msgspec import Meta
 
 from epp import names
-from epp.config.schema import Duration, Name, NoParameters
+from epp.config.schema import Name, NoParameters
+from epp.durations import Duration
 from epp.kvcache.approximate import ApproximateParams, ApproximatePrefixProducer
 from epp.pool.records import PoolView
 from epp.scheduling.pickers import MaxScorePicker, MaxScorePickerParams

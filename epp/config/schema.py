@@ -7,24 +7,9 @@ from typing import Annotated, Any, ClassVar, Final
 import msgspec
 from msgspec import Meta
 
+from epp.durations import Duration
+
 Name = Annotated[str, Meta(min_length=1)]
-
-
-class Duration(float):
-    """Seconds, written in the file as `300ms`, `5s`, `1m30s` or `0`."""
-
-    __slots__ = ()
-    expected: ClassVar[str] = "a duration such as 200ms, 5s or 1m30s"
-
-    @classmethod
-    def parse(cls, value: object) -> "Duration":
-        """Raises ValueError when `value` is not a duration."""
-        if value == 0 and not isinstance(value, bool):
-            return cls(0)
-        if not isinstance(value, str) or len(value) > 64 or not _DURATION.fullmatch(value):
-            raise ValueError
-        seconds = sum(float(number) * _SECONDS[unit] for number, unit in _DURATION_PART.findall(value))
-        return cls(seconds)
 
 
 class Quantity(int):
@@ -46,10 +31,7 @@ class Quantity(int):
         return cls(amount)
 
 
-_SECONDS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NUMBER: Final = r"[0-9]{1,15}(?:\.[0-9]{0,15})?"
-_DURATION_PART: Final = re.compile(rf"({_NUMBER})(ns|us|µs|ms|s|m|h)")
-_DURATION: Final = re.compile(rf"0|(?:{_NUMBER}(?:ns|us|µs|ms|s|m|h))+")
 _QUANTITY: Final = re.compile(rf"({_NUMBER})(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 _MULTIPLES: Final = {
     "": 1,

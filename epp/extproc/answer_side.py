@@ -162,6 +162,26 @@ class AnswerSide:
             return []
         return self._pass_body(event, event.at)
 
+    def pass_on(self, event: ResponseChunk) -> bytes | None:
+        """The short way for a chunk in the midst of a full-duplex answer, when nothing is to be told.
+
+        Returns the bytes to forward, which are all there is to do. None: nothing was done, `chunk` takes it.
+        """
+        body, reader = event.body, self._reader
+        if (
+            not self._first_token_told
+            or reader is None
+            or self.stage is not OPEN
+            or self._mode is not FULL_DUPLEX
+            or event.end_of_stream
+            or event.at >= self._progress_due
+            or not body
+        ):
+            return None
+        self._chunks += 1
+        self._bytes += len(body)
+        return reader.feed(body, False)
+
     def trailers(self, event: ResponseTrailers) -> list[Effect]:
         takes(RESPONSE, Message.TRAILERS, self.stage, self._mode)
         self.stage = TRAILED
@@ -177,6 +197,11 @@ class AnswerSide:
             return []
         self._end_told = True
         return [Observe(self._ticket, Ended(cause, self._reader.usage, self._chunks, self._bytes))]
+
+    def release(self) -> None:
+        """Let go of what the reader keeps."""
+        if self._reader is not None:
+            self._reader.release()
 
     def _answer_headers(self, set_headers: Headers) -> list[Effect]:
         effects: list[Effect] = [Send(HeadersReply(RESPONSE, WENT_INTO + set_headers, self._remove_headers))]

@@ -9,6 +9,7 @@ from google.protobuf.struct_pb2 import Value
 
 from epp import names
 from epp.errors import ProtocolError
+from epp.extproc.quick import END_OF_STREAM, START, body_layout, piece
 from epp.extproc.records import (
     BodyMode,
     BodyReply,
@@ -39,7 +40,11 @@ from epp.wire.ext_proc_pb2 import (
 
 OVERWRITE: Final = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 DESTINATIONS_KEPT: Final = 4096
-LENGTHS_KEPT: Final = 4096
+TAILS_KEPT: Final = 4096
+TAIL_BYTES: Final = 512
+NO_METADATA: Final = b"\x42\x00"
+"""An empty `metadata_context`: what Envoy puts behind every body where it forwards no metadata."""
+
 REQUEST: Final = Direction.REQUEST
 RESPONSE: Final = Direction.RESPONSE
 
@@ -47,8 +52,38 @@ RESPONSE: Final = Direction.RESPONSE
 def decode(message: bytes, at: float) -> Event:
     """Read one `ProcessingRequest`; `at` is when it arrived, in monotonic seconds.
 
+    A body message of a usual form is read as bytes, any other through the stubs, with the same result.
     Raises ProtocolError for bytes that are none, and for a kind of message or body mode not known here.
     """
+    layout = body_layout(message[START])
+    if layout is not None:
+        of_answer, body, ends, size, behind = layout
+        tail = message[behind]
+        if (
+            tail == NO_METADATA
+            or len(message) == size
+            or (of_answer and 0 < len(tail) <= TAIL_BYTES and _is_inert(tail))
+        ) and (not ends or message[size - 2 : size] == END_OF_STREAM):
+            if of_answer:
+                return ResponseChunk(at, message[body], ends)
+            return RequestChunk(at, message[body], ends)
+    return decode_in_full(message, at)
+
+
+@lru_cache(maxsize=TAILS_KEPT)
+def _is_inert(tail: bytes) -> bool:
+    """Whether `tail` changes nothing behind an answer's body: fields beside the content, all of them valid.
+
+    A message is the merge of its fields, so what is true behind one body is true behind any.
+    """
+    try:
+        return ProcessingRequest.FromString(tail).WhichOneof("request") is None
+    except DecodeError:
+        return False
+
+
+def decode_in_full(message: bytes, at: float) -> Event:
+    """As `decode`, with the stubs whatever the form of the message."""
     try:
         wire = ProcessingRequest.FromString(message)
     except DecodeError:
@@ -76,9 +111,7 @@ def decode(message: bytes, at: float) -> Event:
 def encode(reply: Reply) -> bytes:
     """Write one `ProcessingResponse`."""
     if isinstance(reply, StreamedBodyReply):
-        if reply.body and not reply.end_of_stream and reply.direction is RESPONSE:
-            return _before_answer_piece(len(reply.body)) + reply.body
-        return _streamed_piece(reply).SerializeToString()
+        return piece(reply.direction is RESPONSE, reply.body, reply.end_of_stream)
     wire = ProcessingResponse()
     match reply:
         case HeadersReply():
@@ -102,23 +135,6 @@ def encode(reply: Reply) -> bytes:
             answer.details = reply.details
             _set_headers(answer.headers, reply.headers)
             return wire.SerializeToString()
-
-
-def _streamed_piece(reply: StreamedBodyReply) -> ProcessingResponse:
-    wire = ProcessingResponse()
-    body = wire.response_body if reply.direction is RESPONSE else wire.request_body
-    piece = body.response.body_mutation.streamed_response
-    piece.body = reply.body
-    if reply.end_of_stream:
-        piece.end_of_stream = True
-    return wire
-
-
-@lru_cache(maxsize=LENGTHS_KEPT)
-def _before_answer_piece(size: int) -> bytes:
-    """The message of a piece of an answer up to its body, which ends it: it depends on the length alone."""
-    reply = StreamedBodyReply(RESPONSE, bytes(size), end_of_stream=False)
-    return _streamed_piece(reply).SerializeToString()[:-size]
 
 
 def _with_edits(wire: ProcessingResponse, common: CommonResponse, reply: HeadersReply | BodyReply) -> bytes:

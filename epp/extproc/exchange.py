@@ -21,6 +21,7 @@ from epp.extproc.records import (
     Headers,
     ImmediateReply,
     Observe,
+    Overflow,
     Refused,
     RequestChunk,
     RequestHeaders,
@@ -50,18 +51,32 @@ class Exchange:
     go, and a `Routed` that still comes is ended at once. Messages after `Finish` are ignored.
     """
 
-    __slots__ = ("_answer", "_left_by_client", "_over", "_request")
+    __slots__ = ("_answer", "_budget", "_left_by_client", "_over", "_request")
 
     def __init__(self, budget: BodyBudget, limits: Limits, new_request_id: Callable[[], str]) -> None:
+        self._budget = budget
         self._request = RequestSide(budget, limits, new_request_id)
         self._answer = AnswerSide()
         self._over = False
         self._left_by_client = False
 
     @property
+    def deciding(self) -> bool:
+        """A `Route` waits for its answer."""
+        return self._request.routing and not self._over
+
+    @property
     def dropped(self) -> int:
         """Body messages that came after their body had ended, of both directions."""
         return self._request.dropped + self._answer.dropped
+
+    def pass_on(self, chunk: ResponseChunk) -> bytes | None:
+        """The short way of `receive` for most chunks of an answer, whose one effect is to forward them.
+
+        Returns the bytes to forward, to be sent as pieces of the answer. None: nothing was done, `receive`
+        takes the chunk.
+        """
+        return None if self._over else self._answer.pass_on(chunk)
 
     def receive(self, event: Event) -> Sequence[Effect]:
         """What is to be done now, in this order. Never waits.
@@ -90,6 +105,8 @@ class Exchange:
                     effects = self._answer.trailers(event)
                 case Refused():
                     return self._refused(event)
+                case Overflow():
+                    return self._refuse(event.error)
                 case Closed():
                     return self._closed(event)
         except RequestError as error:
@@ -109,7 +126,7 @@ class Exchange:
             raise ProtocolError("a placement that nobody asked for")
         if self._answer.stage is not INITIAL:
             return self._late(event)
-        reader = AnswerReader(event.api, event.model, event.target_model)
+        reader = AnswerReader(event.api, event.model, event.target_model, self._budget)
         self._answer.placed(event.placement.ticket, reader)
         return self._request.routed(event)
 
@@ -139,7 +156,7 @@ class Exchange:
         if error.retry_after_s is not None:
             headers += (("retry-after", str(error.retry_after_s).encode()),)
         reply = ImmediateReply(error.status, headers, refusal_body(error), f"warmroute_{error.type}")
-        return self._finish([Send(reply)], Cause.NATURAL)
+        return self._finish([Send(reply), *self._answer.end(Cause.ERROR)], Cause.NATURAL)
 
     def _late(self, event: Routed) -> list[Effect]:
         """A placement that will not be used, because the exchange went on or ended without it."""
@@ -153,5 +170,6 @@ class Exchange:
         self._over = True
         self._left_by_client = cause is Cause.CLIENT_DISCONNECT
         self._request.release()
+        self._answer.release()
         effects.append(Finish(cause))
         return effects

@@ -1,4 +1,4 @@
-"""How many bytes of request bodies may be held, by one request and by the process."""
+"""How many bytes of bodies may be held, by one request and by the process."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on request bodies.
+    """Bounds on bodies.
 
     Attributes:
         body_bytes: most bytes of one request body; beyond it the request gets 413.
-        held_bytes: most bytes of all request bodies held at one time in the process; beyond it, 429.
+        held_bytes: most bytes held at one time in the process; a request body that goes beyond it gets 429.
     """
 
     body_bytes: int = 32 * MIB
@@ -19,7 +19,11 @@ class Limits:
 
 
 class BodyBudget:
-    """Bytes of request bodies held in the process. One per process, shared by all exchanges."""
+    """Bytes held in the process for requests and answers. One per process, shared by all exchanges.
+
+    Request bodies are held only where they fit. What is read of answers is held in any case, up to a limit
+    of each, and leaves less for request bodies.
+    """
 
     __slots__ = ("_limit_bytes", "used")
 
@@ -34,6 +38,10 @@ class BodyBudget:
         self.used += n
         return True
 
+    def charge(self, n: int) -> None:
+        """Count `n` bytes that are held already, whether they fit or not."""
+        self.used += n
+
     def give(self, n: int) -> None:
-        """Return `n` bytes taken before."""
+        """Return `n` bytes taken or charged before."""
         self.used -= n

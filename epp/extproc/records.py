@@ -51,14 +51,14 @@ class RequestHeaders(msgspec.Struct, frozen=True):
     modes: Modes | None = None
 
 
-class RequestChunk(msgspec.Struct, frozen=True):
+class RequestChunk(msgspec.Struct, frozen=True, gc=False):
     at: float
     body: bytes
     end_of_stream: bool
     subset: tuple[str, ...] | None = None
 
 
-class RequestTrailers(msgspec.Struct, frozen=True):
+class RequestTrailers(msgspec.Struct, frozen=True, gc=False):
     at: float
 
 
@@ -75,13 +75,13 @@ class ResponseHeaders(msgspec.Struct, frozen=True):
     modes: Modes | None = None
 
 
-class ResponseChunk(msgspec.Struct, frozen=True):
+class ResponseChunk(msgspec.Struct, frozen=True, gc=False):
     at: float
     body: bytes
     end_of_stream: bool
 
 
-class ResponseTrailers(msgspec.Struct, frozen=True):
+class ResponseTrailers(msgspec.Struct, frozen=True, gc=False):
     at: float
 
 
@@ -111,6 +111,13 @@ class Refused(msgspec.Struct, frozen=True):
     error: RequestError
 
 
+class Overflow(msgspec.Struct, frozen=True):
+    """A message that the transport could not take whole: beyond its limit, or beyond what may be held."""
+
+    at: float
+    error: RequestError
+
+
 class Edited(msgspec.Struct, frozen=True):
     """What plugins want on the answer's headers; the reply to `Observe` of `AnswerHeaders`."""
 
@@ -134,6 +141,7 @@ Event = (
     | ResponseTrailers
     | Routed
     | Refused
+    | Overflow
     | Edited
     | Closed
 )

@@ -1,7 +1,7 @@
 """One answer followed as it passes: first token, usage, and the client's model name put back."""
 
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -22,8 +22,18 @@ class _Reading(Enum):
     DOCUMENT = 2
 
 
+class Account(Protocol):
+    """Where bytes that are kept are counted."""
+
+    def charge(self, n: int) -> None: ...
+
+    def give(self, n: int) -> None: ...
+
+
 class AnswerReader:
     """Follows the answer of one request. Takes any bytes; never raises.
+
+    What it keeps of the body is charged to an account, and given back by `finish` or `release`.
 
     Attributes:
         streaming: the answer is a stream of events (`text/event-stream`).
@@ -32,7 +42,9 @@ class AnswerReader:
     """
 
     __slots__ = (
+        "_account",
         "_api",
+        "_charged",
         "_document",
         "_is_error",
         "_names",
@@ -45,8 +57,10 @@ class AnswerReader:
         "streaming",
     )
 
-    def __init__(self, api: Api, model: str, target_model: str) -> None:
+    def __init__(self, api: Api, model: str, target_model: str, account: Account | None = None) -> None:
         """`target_model` is the name in the engine's answer, `model` the client's to put in its place."""
+        self._account = account
+        self._charged = 0
         self._api = api
         self._names = (target_model, model)
         self._reading = _Reading.NOTHING
@@ -110,7 +124,7 @@ class AnswerReader:
         reading, self._reading = self._reading, _Reading.NOTHING
         self._quiet = False
         held = bytes(self._partial)
-        self._partial.clear()
+        self.release()
         match reading:
             case _Reading.EVENTS:
                 passed = self._read_events(held)
@@ -120,6 +134,21 @@ class AnswerReader:
                 return b"" if self._renaming is None or self._document is None else self._document.finish()
             case _:
                 return b""
+
+    def release(self) -> None:
+        """Let go of what is kept: the answer is over, however it ended."""
+        self._partial.clear()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Bring the account to what is kept."""
+        kept = len(self._partial)
+        if self._account is not None:
+            if kept > self._charged:
+                self._account.charge(kept - self._charged)
+            else:
+                self._account.give(self._charged - kept)
+        self._charged = kept
 
     # -- a stream of events ------------------------------------------------------------------------
 
@@ -137,6 +166,7 @@ class AnswerReader:
             passed = self._read_events(text)
             if len(partial) > EXACT_BYTES:
                 passed += self._give_up_on_event()
+            self._settle()
         self._quiet = self.first_token and self._renaming is None and not partial and not last
         return passed if renamed else chunk
 
@@ -170,6 +200,7 @@ class AnswerReader:
         if len(self._partial) > EXACT_BYTES:
             self._usage = last_usage(bytes(self._partial)) or self._usage
             del self._partial[:-_TAIL_BYTES]
+        self._settle()
         return chunk if self._document is None else self._document.feed(chunk)
 
 

@@ -24,6 +24,8 @@ from epp.director import Director, Plugins
 from epp.errors import ConfigError, Problem, WarmrouteError
 from epp.extproc.exchange import Exchange
 from epp.extproc.limits import BodyBudget, Limits
+from epp.http2.errors import ConnectionFault, StreamFault
+from epp.http2.limits import MIB, Http2Limits
 from epp.kvcache.approximate import ApproximatePrefixProducer
 from epp.pool.ledger import InflightLedger
 from epp.pool.records import Endpoint
@@ -31,17 +33,25 @@ from epp.pool.store import FIRST_CAPACITY, PoolStore
 from epp.runtime.admin import admin_app, start_admin
 from epp.runtime.decoder import Decoder
 from epp.runtime.discovery import FileDiscovery, endpoints_from_flags
-from epp.runtime.grpcio import GrpcioTransport, StreamCounts
-from epp.runtime.health import Health, HealthServer
+from epp.runtime.grpcio import GrpcioTransport
+from epp.runtime.health import Health
+from epp.runtime.health_calls import health_methods
+from epp.runtime.health_grpcio import GrpcioHealthServer
+from epp.runtime.health_server import HealthServer
 from epp.runtime.metrics import Metrics
-from epp.runtime.options import Options
+from epp.runtime.options import GRPCIO, Options
+from epp.runtime.own import OwnTransport
 from epp.runtime.recorder import RuntimeRecorder
 from epp.runtime.router import Router
 from epp.runtime.scrape import Scraper
 from epp.runtime.stream import Stream
-from epp.runtime.tls import server_credentials
+from epp.runtime.tls import Certificates
+from epp.runtime.transport import StreamCounts, Transport
 
 log = logging.getLogger(__name__)
+
+MESSAGE_EXTRA_BYTES = 1 * MIB
+"""What a proxy's message may hold beside a body."""
 
 _UPKEEP_S = 0.5
 _PLUGINS_S = 2.0
@@ -155,17 +165,24 @@ class App:
         discovery = self._discovery()
         async with AsyncExitStack() as stack:
             stack.callback(self.router.close)
-            transport = await self._listen(stack)
+            certificates = self._certificates()
+            transport = await self._listen(stack, certificates)
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(self.scraper.run()), tasks.create_task(self._upkeep())]
                 if discovery is not None:
                     background.append(tasks.create_task(discovery.run()))
+                if certificates is not None and self.options.enable_cert_reload:
+                    background.append(tasks.create_task(certificates.follow()))
                 self.health.synced()
                 log.info("serving", extra={"grpc_port": self.options.grpc_port})
                 await stop.get()
                 await self._drain(transport, stop)
                 for task in background:
                     task.cancel()
+
+    def _certificates(self) -> Certificates | None:
+        options = self.options
+        return Certificates(options.cert_path, options.tls_rules) if options.secure_serving else None
 
     def _discovery(self) -> FileDiscovery | None:
         spec, flags = self.assembly.discovery, self.options.endpoint
@@ -202,19 +219,37 @@ class App:
         self.metrics.counter("config_discovery_errors_total").inc()
         log.error("the endpoints file cannot be used; the old endpoints stay", extra={"error": message})
 
-    async def _listen(self, stack: AsyncExitStack) -> GrpcioTransport:
+    def transport(self, certificates: Certificates | None) -> Transport:
+        """What serves the ext-proc port; None is plain HTTP/2."""
+        options = self.options
+        health = self.health if options.health_checking else None
+        if options.transport == GRPCIO:
+            credentials = None if certificates is None else certificates.grpc_credentials()
+            return GrpcioTransport(
+                self.stream, self.stream_counts(), self.limits.body_bytes, credentials, health
+            )
+        loop = asyncio.get_running_loop()
+        return OwnTransport(
+            self.stream,
+            self.stream_counts(),
+            self.budget,
+            Http2Limits(
+                streams=options.max_concurrent_streams,
+                message_bytes=self.limits.body_bytes + MESSAGE_EXTRA_BYTES,
+            ),
+            None if certificates is None else certificates.server_context(),
+            {} if health is None else health_methods(health, loop.call_soon_threadsafe),
+            self._http2_fault,
+        )
+
+    async def _listen(self, stack: AsyncExitStack, certificates: Certificates | None) -> Transport:
         """Open all ports, ext-proc last; `stack` closes them."""
         options = self.options
         host = options.grpc_host
-        transport = GrpcioTransport(
-            self.stream,
-            self.stream_counts(),
-            self.limits.body_bytes,
-            server_credentials(options.cert_path) if options.secure_serving else None,
-            self.health if options.health_checking else None,
-        )
+        transport = self.transport(certificates)
+        make_health_server = GrpcioHealthServer if options.transport == GRPCIO else HealthServer
         with _port("--grpc-health-port", options.grpc_health_port):
-            health = HealthServer(self.health)
+            health = make_health_server(self.health)
             health.start(_address(host, options.grpc_health_port))
             stack.callback(health.stop)
         if options.metrics_port:
@@ -238,7 +273,12 @@ class App:
             streams.dec()
             self.metrics.counter("extproc_streams_total", code).inc()
 
-        return StreamCounts(opened=streams.inc, closed=closed)
+        dropped = self.metrics.counter("extproc_dropped_messages_total")
+        return StreamCounts(opened=streams.inc, closed=closed, dropped=dropped.inc)
+
+    def _http2_fault(self, fault: ConnectionFault | StreamFault) -> None:
+        scope = "connection" if isinstance(fault, ConnectionFault) else "stream"
+        self.metrics.counter("extproc_http2_errors_total", scope, fault.code.name).inc()
 
     async def _upkeep(self) -> None:
         """Age facts, let indexes follow the engines' counters, renew gauges."""
@@ -272,7 +312,7 @@ class App:
             if isinstance(producer, ApproximatePrefixProducer):
                 self.metrics.indexer_size(name, producer.size)
 
-    async def _drain(self, transport: GrpcioTransport, stop: "asyncio.Queue[signal.Signals]") -> None:
+    async def _drain(self, transport: Transport, stop: "asyncio.Queue[signal.Signals]") -> None:
         """Health says no first; new requests are served while the proxy takes notice; then the last end.
 
         A second signal ends at once.
@@ -281,6 +321,7 @@ class App:
         log.info("draining", extra={"in_flight": self.director.in_flight})
         again = asyncio.create_task(stop.get())
         await asyncio.wait([again], timeout=self.options.drain_timeout)
+        self.health.end_watches()
         ended = asyncio.create_task(transport.drain())
         await asyncio.wait([again, ended], return_when=asyncio.FIRST_COMPLETED)
         again.cancel()

@@ -11,6 +11,7 @@ import msgspec
 
 from epp.errors import ConfigError, Problem
 from epp.pool.records import Endpoint
+from epp.runtime.watch import Signature, changed, signature_of
 
 MAX_FILE_BYTES: Final = 1 << 20
 POLL_S: Final = 0.5
@@ -18,8 +19,6 @@ SHOWN_PROBLEMS: Final = 50
 DEFAULT_NAMESPACE: Final = "default"
 
 _FIELDS: Final = ("name", "namespace", "address", "port", "ports", "labels")
-# Device, inode, time of change in ns, size: differs after an edit, a rename and a swapped symlink.
-_Signature = tuple[int, int, int, int]
 
 
 class FileDiscovery:
@@ -44,7 +43,7 @@ class FileDiscovery:
         self._apply = apply
         self._on_error = on_error
         self._poll_s = poll_s
-        self._loaded: _Signature | None = None
+        self._loaded: Signature = None
 
     def load(self) -> list[Endpoint]:
         """Read the file.
@@ -61,15 +60,13 @@ class FileDiscovery:
         A changed file is read once it has kept still for one poll, so that one half written is not taken
         for a smaller pool. One that cannot be used is reported, and the endpoints stay as they are.
         """
-        before = self._loaded
         while self._watch:
-            await asyncio.sleep(self._poll_s)
-            seen = _signature(self._path)
-            if seen == before and seen != self._loaded:
-                await self._reload(seen)
-            before = seen
+            (seen,) = await changed(
+                (self._path,), (self._loaded,), poll_s=self._poll_s, settle_s=self._poll_s
+            )
+            await self._reload(seen)
 
-    async def _reload(self, seen: _Signature | None) -> None:
+    async def _reload(self, seen: Signature) -> None:
         # Reported once: a file that cannot be used is not read again until it changes.
         self._loaded = seen
         try:
@@ -80,16 +77,7 @@ class FileDiscovery:
             self._apply(endpoints)
 
 
-def _signature(path: str) -> _Signature | None:
-    """None: there is no such file."""
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def _read(path: str) -> tuple[_Signature, bytes]:
+def _read(path: str) -> tuple[Signature, bytes]:
     try:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
@@ -99,7 +87,7 @@ def _read(path: str) -> tuple[_Signature, bytes]:
         raise ConfigError(path, Problem("", f"cannot be read: {reason}")) from None
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(path, Problem("", "larger than 1 MiB"))
-    return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size), content
+    return signature_of(found), content
 
 
 def endpoints_from_file(content: bytes, source: str) -> list[Endpoint]:

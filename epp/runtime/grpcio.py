@@ -5,7 +5,6 @@ Messages stay bytes up to the codec, so that this transport and any other drive 
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +14,10 @@ import grpc.aio
 from grpc.aio import EOF  # type: ignore[attr-defined]  # the stubs do not have it
 
 from epp import names
-from epp.errors import ProtocolError
-from epp.runtime.health import Health, health_handler
+from epp.runtime.health import Health
+from epp.runtime.health_grpcio import health_handler
 from epp.runtime.stream import Stream
-
-log = logging.getLogger(__name__)
+from epp.runtime.transport import MakeStream, StreamCounts, failure
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
@@ -34,23 +32,12 @@ _MESSAGE_LEAST_BYTES = 4 << 20
 
 _FOREVER_S = float(2**31 - 1)
 
-MakeStream = Callable[[Callable[[], None]], Stream]
-
-
-@dataclass(slots=True)
-class StreamCounts:
-    """How streams end, for metrics."""
-
-    opened: Callable[[], None]
-    closed: Callable[[str], None]
-
 
 @dataclass(slots=True)
 class GrpcioTransport:
-    """One listening ext-proc port.
+    """One listening ext-proc port. A `Transport`.
 
     Attributes:
-        make_stream: makes the stream behind one call, given its `wake`.
         body_bytes: largest request body that is served.
         credentials: None serves plain HTTP/2.
         health: also served on this port when given.
@@ -64,11 +51,6 @@ class GrpcioTransport:
     _server: grpc.aio.Server | None = field(default=None, init=False)
 
     async def start(self, address: str) -> int:
-        """Listen; returns the port.
-
-        Raises:
-            OSError: the address cannot be bound.
-        """
         message_bytes = max(_MESSAGE_PER_BODY * self.body_bytes, _MESSAGE_LEAST_BYTES)
         sizes = (
             ("grpc.max_receive_message_length", message_bytes),
@@ -94,12 +76,10 @@ class GrpcioTransport:
         return port
 
     async def drain(self) -> None:
-        """Take no new streams; return when those in flight have ended."""
         if self._server is not None:
             await self._server.stop(_FOREVER_S)
 
     async def stop(self) -> None:
-        """Cut what is in flight."""
         if self._server is not None:
             await self._server.stop(None)
 
@@ -121,15 +101,14 @@ class GrpcioTransport:
             raise
         except grpc.aio.BaseError:  # nobody is there to write to
             code = grpc.StatusCode.CANCELLED
-        except ProtocolError as error:
-            code = grpc.StatusCode.INVALID_ARGUMENT
-            await context.abort(code, str(error))
-        except Exception:
-            code = grpc.StatusCode.INTERNAL
-            log.exception("an ext-proc stream failed")
-            await context.abort(code, "the endpoint picker failed on this stream; its log has the details")
+        except Exception as error:
+            name, details = failure(error)
+            code = grpc.StatusCode[name]
+            await context.abort(code, details)
         finally:
             self.counts.closed(code.name)
+            if stream.dropped:
+                self.counts.dropped(stream.dropped)
             call.close()
             if not stream.finished:
                 stream.closed(error=code not in _ORDINARY)

@@ -1,26 +1,31 @@
-"""`grpc.health.v1`: Check and List.
+"""Whether requests can be served, for those who ask once and for those who watch.
 
-They run on a thread of their own, so that a busy event loop is not taken for a dead process.
+How it is asked is in the modules beside this one: `health_calls` (own transport), `health_grpcio`, and
+`health_server` (the health port of the own transport).
 """
 
 from collections.abc import Callable
-from concurrent import futures
-from threading import Event
-from typing import Any
-
-import grpc
+from dataclasses import dataclass
+from threading import RLock
 
 from epp import names
-from epp.wire.health_pb2 import (
-    HealthCheckRequest,
-    HealthCheckResponse,
-    HealthListRequest,
-    HealthListResponse,
-)
+from epp.wire.health_pb2 import HealthCheckResponse
+
+Tell = Callable[["HealthCheckResponse.ServingStatus | None"], object]
+"""Hears a status; None, last, when the watch ends. It must neither block nor raise."""
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """`service` is None for every unknown name: a peer's text, of any length, is not kept."""
+
+    service: str | None
+    tell: Tell
+    told: "HealthCheckResponse.ServingStatus | None" = None
 
 
 class Health:
-    """Whether requests can be served. Changed on the event loop's thread, read on any.
+    """Whether requests can be served. Changed on the event loop's thread, read and watched on any.
 
     `liveness` says that the process runs, whatever the pool looks like. Every other known name, and the
     empty one, says that the pool is known and the picker is not draining. A pool known to be empty is
@@ -31,20 +36,43 @@ class Health:
     _READY = ("", names.READINESS, names.EXT_PROC_SERVICE, names.INFERENCE_EXTENSION)
 
     def __init__(self) -> None:
-        self._synced = Event()
-        self._draining = Event()
+        # Held while watchers are told, so that all hear the same order of changes, and nobody anything after
+        # leaving. It can be taken again, because a watcher may leave when it is told.
+        self._lock = RLock()
+        self._watches: dict[_Watch, None] = {}
+        self._synced = False
+        self._draining = False
+        self._ended = False
 
     def synced(self) -> None:
         """The pool's first state is known."""
-        self._synced.set()
+        with self._lock:
+            self._synced = True
+            self._tell_all()
 
     def draining(self) -> None:
         """No new requests, please."""
-        self._draining.set()
+        with self._lock:
+            self._draining = True
+            self._tell_all()
+
+    def end_watches(self) -> None:
+        """End every watch, those to come included, each after its last status. No new requests from now on.
+
+        A server that waits for its calls to end would else wait for those who watch its health.
+        """
+        with self._lock:
+            self._draining = self._ended = True
+            self._tell_all()
 
     @property
     def ready(self) -> bool:
-        return self._synced.is_set() and not self._draining.is_set()
+        return self._synced and not self._draining
+
+    @property
+    def watches(self) -> int:
+        """How many are open."""
+        return len(self._watches)
 
     def status(self, service: str) -> "HealthCheckResponse.ServingStatus | None":
         """The `ServingStatus` of a service name; None where the name is unknown."""
@@ -59,64 +87,38 @@ class Health:
         known = (names.LIVENESS, *self._READY)
         return {service: status for service in known if (status := self.status(service)) is not None}
 
+    def watch(self, service: str, tell: Tell) -> Callable[[], None]:
+        """Tell the status now, before this returns, and then every change of it, never one twice in a row.
 
-def health_handler(health: Health) -> "grpc.GenericRpcHandler[Any, Any]":
-    """Check and List as a generic handler, for a synchronous or an asyncio server."""
+        An unknown name has the status SERVICE_UNKNOWN. `tell` is called on the thread that calls this, and
+        later on the one that makes the change: a watcher on another event loop passes on to that.
 
-    def check(request: HealthCheckRequest, context: grpc.ServicerContext) -> HealthCheckResponse:
-        status = health.status(request.service)
-        if status is None:
-            context.set_code(grpc.StatusCode.NOT_FOUND)
-            context.set_details(
-                f"unknown service {request.service!r}; known: {', '.join(map(repr, health.statuses()))}"
-            )
-            return HealthCheckResponse()
-        return HealthCheckResponse(status=status)
-
-    def list_all(request: HealthListRequest, context: grpc.ServicerContext) -> HealthListResponse:
-        statuses = {name: HealthCheckResponse(status=status) for name, status in health.statuses().items()}
-        return HealthListResponse(statuses=statuses)
-
-    return grpc.method_handlers_generic_handler(
-        names.HEALTH_SERVICE,
-        {
-            "Check": _unary(check, HealthCheckRequest, HealthCheckResponse),
-            "List": _unary(list_all, HealthListRequest, HealthListResponse),
-        },
-    )
-
-
-def _unary(call: Callable[..., object], request: type, response: type) -> "grpc.RpcMethodHandler[Any, Any]":
-    return grpc.unary_unary_rpc_method_handler(
-        call,
-        request_deserializer=request.FromString,  # type: ignore[attr-defined]
-        response_serializer=response.SerializeToString,  # type: ignore[attr-defined]
-    )
-
-
-class HealthServer:
-    """The health port."""
-
-    def __init__(self, health: Health) -> None:
-        self._server = grpc.server(
-            futures.ThreadPoolExecutor(max_workers=2, thread_name_prefix="health"),
-            options=(("grpc.so_reuseport", 0),),
-        )
-        self._server.add_generic_rpc_handlers((health_handler(health),))
-
-    def start(self, address: str) -> int:
-        """Listen; returns the port.
-
-        Raises:
-            OSError: the address cannot be bound.
+        Returns:
+            What ends the watch, to be called from any thread: `tell` is not called after it has returned.
+            Calling it again does nothing.
         """
-        try:
-            port = self._server.add_insecure_port(address)
-        except RuntimeError:  # its text does not say why either
-            raise OSError(f"{address} is taken or not an address of this machine") from None
-        self._server.start()
-        return port
+        watch = _Watch(service if self.status(service) is not None else None, tell)
 
-    def stop(self) -> None:
-        """Returns when nothing runs any more."""
-        self._server.stop(grace=0).wait()
+        def leave() -> None:
+            with self._lock:
+                self._watches.pop(watch, None)
+
+        with self._lock:
+            self._watches[watch] = None
+            self._tell(watch)
+        return leave
+
+    def _tell_all(self) -> None:
+        for watch in tuple(self._watches):
+            self._tell(watch)
+
+    def _tell(self, watch: _Watch) -> None:
+        status = None if watch.service is None else self.status(watch.service)
+        if status is None:
+            status = HealthCheckResponse.SERVICE_UNKNOWN
+        if watch in self._watches and status != watch.told:
+            watch.told = status
+            watch.tell(status)
+        if watch in self._watches and self._ended:
+            del self._watches[watch]
+            watch.tell(None)

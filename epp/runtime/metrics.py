@@ -199,16 +199,20 @@ class Metrics:
     # -- the pool ---------------------------------------------------------------------------------
 
     def pool(self, store: PoolStore, ledger: InflightLedger, held_bytes: int) -> None:
-        """Renew what describes the pool, and forget endpoints that are gone."""
+        """Renew what describes the pool, and forget endpoints that are gone.
+
+        Means and deviations are over the fresh endpoints whose engine tells the figure. Where none does they
+        are 0: the series are there in every pool.
+        """
         view = store.view
         members = np.fromiter((slot for slot, _ in store.roster), np.intp, len(store.roster))
         fresh = members[view.present[members] & ~view.stale[members]]
-        for name, column in (
-            ("kv_cache_utilization", view.kv_usage),
-            ("queue_size", view.waiting),
-            ("running_requests", view.running),
+        for name, column, told in (
+            ("kv_cache_utilization", view.kv_usage, view.kv_known),
+            ("queue_size", view.waiting, view.waiting_known),
+            ("running_requests", view.running, view.present),
         ):
-            values = column[fresh]
+            values = column[fresh[told[fresh]]]
             self.gauge(f"average_{name}", self._pool).set(values.mean() if len(values) else 0.0)
             self.gauge(f"std_dev_{name}", self._pool).set(values.std() if len(values) else 0.0)
         self.gauge("ready_endpoints", self._pool).set(int(np.count_nonzero(view.candidates)))
@@ -225,8 +229,9 @@ class Metrics:
         requests: dict[tuple[str, ...], float] = {}
         tokens: dict[tuple[str, ...], float] = {}
         for slot, member in store.roster:
-            labels: tuple[str, ...] = (self._pool, member.name)
-            waiting[labels] = waiting.get(labels, 0.0) + view.waiting[slot]
+            if view.waiting_known[slot]:
+                labels: tuple[str, ...] = (self._pool, member.name)
+                waiting[labels] = waiting.get(labels, 0.0) + view.waiting[slot]
         owners = set()
         for slot, owner in enumerate(view.endpoints):
             if owner is not None:

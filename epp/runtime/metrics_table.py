@@ -98,9 +98,17 @@ TABLE: tuple[Metric, ...] = (
         _TPOT,
     ),
     Metric(
-        "average_kv_cache_utilization", "gauge", ("name",), "Mean KV cache usage of fresh endpoints, 0 to 1."
+        "average_kv_cache_utilization",
+        "gauge",
+        ("name",),
+        "Mean KV cache usage of fresh endpoints that tell it, 0 to 1; 0 where none does.",
     ),
-    Metric("average_queue_size", "gauge", ("name",), "Mean waiting requests of fresh endpoints."),
+    Metric(
+        "average_queue_size",
+        "gauge",
+        ("name",),
+        "Mean waiting requests of fresh endpoints that tell them; 0 where none does.",
+    ),
     Metric("average_running_requests", "gauge", ("name",), "Mean running requests of fresh endpoints."),
     Metric("std_dev_kv_cache_utilization", "gauge", ("name",), "Standard deviation of KV cache usage."),
     Metric("std_dev_queue_size", "gauge", ("name",), "Standard deviation of waiting requests."),
@@ -110,7 +118,7 @@ TABLE: tuple[Metric, ...] = (
         "per_endpoint_queue_size",
         "gauge",
         ("name", "model_server_endpoint"),
-        "Waiting requests of each endpoint.",
+        "Waiting requests of each endpoint that tells them.",
     ),
     Metric("scheduler_e2e_duration_seconds", "histogram", (), "The choice of an endpoint.", _SCHEDULER),
     Metric(
@@ -164,7 +172,19 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric("extproc_streams_inflight", "gauge", (), "Open ext-proc streams."),
     Metric("extproc_streams_total", "counter", ("code",), "Finished ext-proc streams by how they ended."),
-    Metric("extproc_held_bytes", "gauge", (), "Request bytes held in the process."),
+    Metric("extproc_held_bytes", "gauge", (), "Bytes of requests and answers held in the process."),
+    Metric(
+        "extproc_dropped_messages_total",
+        "counter",
+        (),
+        "Body messages of a proxy that came after their body had ended; they were dropped.",
+    ),
+    Metric(
+        "extproc_http2_errors_total",
+        "counter",
+        ("scope", "code"),
+        "What proxies did wrong in HTTP/2, by its reach (stream, connection) and error code.",
+    ),
     Metric(
         "plugin_failures_total", "counter", ("plugin_class",), "Plugin calls that failed; the work went on."
     ),

@@ -3,44 +3,26 @@
 Names and defaults are those of the Go picker, so that an image can be swapped under existing charts.
 """
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
 from epp import names
+from epp.durations import Duration
 from epp.errors import Problem
+from epp.runtime.tls_rules import DEFAULT_TLS_VERSION, TlsRules, named_suites, rule_problems
 
 LEAST_GAUGES_INTERVAL_S: Final = 0.1
 LOG_FORMATS: Final = ("", "json", "console")
-
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
-_DURATION = re.compile(rf"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)({'|'.join(_SECONDS)})")
+OWN, GRPCIO = TRANSPORTS = ("own", "grpcio")
+# HTTP/2 counts them in 32 bits, and a stream's number has 31, of which a proxy uses every other.
+_MOST_STREAMS: Final = 1 << 30
 
 
 def Flag(text: str) -> msgspec.Meta:
     """Help text of one flag."""
     return msgspec.Meta(description=text)
-
-
-class Duration(float):
-    """Seconds; written in the Go form (`200ms`, `1m30s`)."""
-
-    @classmethod
-    def parse(cls, text: str) -> "Duration":
-        """Raises ValueError naming the accepted form."""
-        if text == "0":
-            return cls(0.0)
-        parts = _DURATION.findall(text)
-        if not parts or "".join(number + unit for number, unit in parts) != text:
-            raise ValueError(
-                f"{text!r} is not a duration; write a number with a unit, such as 200ms, 5s or 1m30s"
-            )
-        return cls(sum(float(number) * _SECONDS[unit] for number, unit in parts))
-
-    def __str__(self) -> str:
-        return f"{self * 1000:g}ms" if 0 < self < 1 else f"{float(self):g}s"
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +44,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     grpc_port: Annotated[int, Flag("Port of the ext-proc service.")] = names.GRPC_PORT
     grpc_health_port: Annotated[int, Flag("Port of the gRPC health service.")] = names.GRPC_HEALTH_PORT
+    transport: Annotated[
+        str, Flag("What serves the ext-proc port: own (the picker's HTTP/2) or grpcio (gRPC's library).")
+    ] = OWN
+    max_concurrent_streams: Annotated[int, Flag("Streams that one connection may have open.")] = 10_000
     metrics_port: Annotated[int, Flag("Port of /metrics; 0 turns it off.")] = names.METRICS_PORT
     admin_port: Annotated[int, Flag("Loopback port that `warmroute explain` asks; 0 turns it off.")] = 9091
     metrics_endpoint_auth: Annotated[
@@ -72,6 +58,19 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     cert_path: Annotated[
         str, Flag("Folder with tls.crt and tls.key; empty: a self-signed certificate is made.")
     ] = ""
+    enable_cert_reload: Annotated[
+        bool, Flag("Use the certificate in --cert-path anew whenever its files change.")
+    ] = False
+    tls_min_version: Annotated[
+        str, Flag("Oldest TLS version that is served: VersionTLS12 or VersionTLS13.")
+    ] = DEFAULT_TLS_VERSION
+    tls_cipher_suites: Annotated[
+        tuple[str, ...],
+        Flag(
+            "Cipher suites of TLS 1.2, separated by commas, by the names of Go's crypto/tls; "
+            "empty: all that HTTP/2 allows. Those of TLS 1.3 are fixed."
+        ),
+    ] = ()
     refresh_metrics_interval: Annotated[
         Duration, Flag("How often each engine's metrics are read while there is traffic; at least 50ms.")
     ] = Duration(0.2)
@@ -110,6 +109,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if size < 1:
                 yield Problem(flag, f"{size} is no size; write a number of bytes from 1 on")
+        if self.transport not in TRANSPORTS:
+            yield Problem("--transport", f"{self.transport!r} is no transport; write own or grpcio")
+        if not 1 <= self.max_concurrent_streams <= _MOST_STREAMS:
+            yield Problem(
+                "--max-concurrent-streams",
+                f"{self.max_concurrent_streams} is no limit; write a number from 1 to {_MOST_STREAMS}",
+            )
+        yield from self._tls_problems()
         if self.refresh_prometheus_metrics_interval < LEAST_GAUGES_INTERVAL_S:
             shortest = Duration(LEAST_GAUGES_INTERVAL_S)
             given = self.refresh_prometheus_metrics_interval
@@ -118,6 +125,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.zap_encoder not in LOG_FORMATS:
             yield Problem("--zap-encoder", f"{self.zap_encoder!r} is no log format; write json or console")
+
+    def _tls_problems(self) -> Iterator[Problem]:
+        yield from rule_problems(self.tls_min_version, self.tls_cipher_suites)
+        if self.transport != GRPCIO or not self.secure_serving:
+            return
+        # Its Python interface has neither; what its environment sets holds for the whole process.
+        if self.tls_min_version not in ("", DEFAULT_TLS_VERSION):
+            yield Problem("--tls-min-version", "grpcio always serves TLS 1.2 and 1.3; use --transport=own")
+        if named_suites(self.tls_cipher_suites):
+            yield Problem("--tls-cipher-suites", "grpcio takes none from us; use --transport=own")
+
+    @property
+    def tls_rules(self) -> TlsRules:
+        """What the TLS flags say, of options without problems."""
+        return TlsRules.of(self.tls_min_version, self.tls_cipher_suites)
 
 
 class FlagSpec(NamedTuple):

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from epp.director import Director, Edits, Prepared, Refusal
 from epp.errors import InternalError, RequestError
@@ -11,6 +12,7 @@ from epp.payload.records import RawRequest
 from epp.runtime.decoder import Decoder, is_large
 from epp.runtime.metrics import Metrics
 from epp.runtime.stream import Deliver
+from epp.runtime.turns import Turns
 from epp.scheduling.records import AnswerFact, TicketId
 
 log = logging.getLogger(__name__)
@@ -33,18 +35,34 @@ class Router:
         self._clock = clock
         self._traffic = traffic
         self._tasks: set[asyncio.Task[None]] = set()
+        self._turns = Turns(clock)
 
     def route(self, raw: RawRequest, deliver: Deliver) -> Routed | Refused | None:
-        """See `Routes.route`."""
+        """See `Routes.route`. Late where the body is large or this turn of the loop has placed enough."""
         received_at = self._clock()
-        if is_large(raw):
-            large = self._route_large(raw, received_at, deliver)
-            task = asyncio.get_running_loop().create_task(large)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        if not self._turns.free:
+            self._turns.wait(lambda: self._route_late(raw, received_at, deliver))
             return None
+        outcome = self._route(raw, received_at, deliver)
+        self._turns.spent((self._clock() if outcome is None else outcome.at) - received_at)
+        return outcome
+
+    def _route_late(self, raw: RawRequest, received_at: float, deliver: Deliver) -> None:
+        outcome = self._route(raw, received_at, deliver)
+        if outcome is not None:
+            deliver(outcome)
+
+    def _route(self, raw: RawRequest, received_at: float, deliver: Deliver) -> Routed | Refused | None:
+        if not is_large(raw):
+            return self._routed(raw, partial(self._director.prepare, raw, received_at))
+        task = asyncio.get_running_loop().create_task(self._route_large(raw, received_at, deliver))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return None
+
+    def _routed(self, raw: RawRequest, prepare: Callable[[], Prepared]) -> Routed | Refused:
         try:
-            prepared = self._director.prepare(raw, received_at)
+            prepared = prepare()
         except RequestError as error:
             return self._refuse(raw, None, error)
         except Exception:
@@ -54,13 +72,13 @@ class Router:
     async def _route_large(self, raw: RawRequest, received_at: float, deliver: Deliver) -> None:
         try:
             parsed = await self.decoder.parse(raw)
-            prepared = self._director.prepare_parsed(raw, parsed, received_at)
         except RequestError as error:
             deliver(self._refuse(raw, None, error))
         except Exception:
             deliver(self._broken(raw))
         else:
-            deliver(self._place(raw, prepared))
+            prepare = partial(self._director.prepare_parsed, raw, parsed, received_at)
+            self._turns.do(lambda: deliver(self._routed(raw, prepare)))
 
     def _place(self, raw: RawRequest, prepared: Prepared) -> Routed | Refused:
         now = self._clock()
@@ -105,7 +123,8 @@ class Router:
         return self._director.observe(ticket, fact, self._clock())
 
     def close(self) -> None:
-        """Give up what is still being read."""
+        """Give up what is still being read or waits for its turn."""
+        self._turns.close()
         for task in self._tasks:
             task.cancel()
         self.decoder.close()

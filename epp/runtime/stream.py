@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from epp.director import Edits
+from epp.errors import RequestError
 from epp.extproc.codec import decode, encode
 from epp.extproc.exchange import Exchange
+from epp.extproc.quick import answer_pieces
 from epp.extproc.records import (
     Closed,
     Edited,
@@ -19,7 +21,9 @@ from epp.extproc.records import (
     Event,
     Finish,
     Observe,
+    Overflow,
     Refused,
+    ResponseChunk,
     Route,
     Routed,
     Send,
@@ -79,13 +83,33 @@ class Stream:
         self.finished = False
         self.failure: Exception | None = None
 
+    @property
+    def dropped(self) -> int:
+        """Body messages that came after their body had ended."""
+        return self._exchange.dropped
+
     def received(self, message: bytes) -> None:
         """One message from the proxy.
 
         Raises:
             ProtocolError: it is not legal now. The caller ends the stream and calls `closed`.
         """
-        self._take(decode(message, self._clock()))
+        event = decode(message, self._clock())
+        if type(event) is ResponseChunk and not self._running:
+            body = self._exchange.pass_on(event)
+            if body is not None:
+                self.outbox += answer_pieces(body)
+                return
+        self._take(event)
+
+    def refuse(self, error: RequestError) -> None:
+        """A message from the proxy that the transport could not take whole."""
+        self._take(Overflow(self._clock(), error))
+
+    @property
+    def deciding(self) -> bool:
+        """A routing result is awaited: `wake` will be called."""
+        return self._exchange.deciding
 
     def closed(self, *, error: bool = False) -> None:
         """The proxy's side is over, however it ended: `error` when it broke. To be called once, last."""

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator
 import grpc.aio
 import pytest
 
-from epp.runtime.grpcio import GrpcioTransport, StreamCounts
+from epp.runtime.grpcio import GrpcioTransport
 from epp.runtime.stream import Stream
+from epp.runtime.transport import StreamCounts
 
 LIBRARY = logging.getLogger("grpc._cython.cygrpc")
 

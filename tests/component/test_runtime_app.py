@@ -1,12 +1,9 @@
 """The assembled picker: what its background work survives, what it says once, where it listens."""
 
 import asyncio
-import importlib.util
 import logging
 import socket
-import sys
 from pathlib import Path
-from types import ModuleType
 from urllib.request import urlopen
 
 import pytest
@@ -17,8 +14,8 @@ from epp.runtime import app as app_module
 from epp.runtime.app import App, read_config
 from epp.runtime.metrics import Metrics
 from epp.runtime.options import Duration, Options
+from tests.data.runtime import picker as runtime
 
-DATA = Path(__file__).parents[1] / "data"
 CONFIG = """
 apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
@@ -26,21 +23,6 @@ plugins:
 - {name: files, type: file-discovery, parameters: {path: endpoints.yaml}}
 dataLayer: {discovery: {pluginRef: files}}
 """
-
-
-def _module(name: str, file: Path) -> ModuleType:
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-runtime = _module("runtime_picker", DATA / "runtime" / "picker.py")
 
 
 @pytest.mark.parametrize(

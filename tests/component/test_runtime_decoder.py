@@ -43,15 +43,68 @@ def chat(size: int) -> bytes:
         (CHILD_BODY_BYTES + 1, PATH, "", True),
         (CHILD_BODY_BYTES + 1, "/v1/completions?x=1", "", True),
         (CHILD_BODY_BYTES + 1, "/upload", "", False),
-        (CHILD_BODY_BYTES // 64, PATH, "gzip", False),
-        (CHILD_BODY_BYTES // 64 + 1, PATH, "gzip", True),
-        (CHILD_BODY_BYTES // 64 + 1, PATH, "", False),
+        (1, PATH, "gzip", True),
+        (1, "/upload", "gzip", False),
         (0, PATH, "gzip", False),
     ],
 )
 def test_which_bodies_are_large(size: int, path: str, encoding: str, expected: bool) -> None:
     headers = {"content_encoding": encoding} if encoding else {}
     assert is_large(raw(b"x" * size, path, **headers)) is expected
+
+
+def body_of(size: int, before: bytes, item: bytes, after: bytes) -> bytes:
+    """About so many bytes of items."""
+    return before + b",".join([item] * (size // (len(item) + 1))) + after
+
+
+def messages(size: int, content: str) -> bytes:
+    item = json.dumps({"role": "user", "content": content}).encode()
+    return body_of(size, b'{"model":"m","messages":[', item, b"]}")
+
+
+def prompts(size: int, item: bytes) -> bytes:
+    return body_of(size, b'{"model":"m","prompt":[', item, b"]}")
+
+
+PROSE = "It was a bright cold day in April, and the clocks were striking thirteen. "
+CODE = Path(decoder_module.__file__).read_text()
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (chat(CHILD_BODY_BYTES - 100), False),
+        (messages(1_500_000, PROSE * 400), False),
+        (messages(300_000, CODE * 4), False),
+        (prompts(300_000, b"12345"), False),
+        (messages(30_000, ""), False),
+        (messages(500_000, "hi"), True),
+        (chat(300_000).replace(b"xxxxxx", b"\\u0436"), False),
+        (chat(2_000_000).replace(b"xxxxxx", b"\\u0436"), True),
+        (prompts(1_500_000, b"1"), True),
+        (prompts(300_000, b'"a"'), True),
+        (prompts(300_000, b"[1]"), True),
+        (body_of(300_000, b'{"model":"m","messages":[', b"{}", b"]}"), True),
+    ],
+    ids=[
+        "one-text",
+        "prose",
+        "code",
+        "token-ids",
+        "small",
+        "short-messages",
+        "escapes",
+        "many-escapes",
+        "many-token-ids",
+        "texts",
+        "token-lists",
+        "empty",
+    ],
+)
+def test_bodies_of_many_small_values_are_large_before_their_size_is(body: bytes, expected: bool) -> None:
+    assert len(body) <= CHILD_BODY_BYTES
+    assert is_large(raw(body)) is expected
 
 
 @pytest.fixture

@@ -1,15 +1,12 @@
 """`warmroute explain` against a running picker's admin pages and against files."""
 
 import asyncio
-import importlib.util
 import json
 import socket
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from types import ModuleType
 from typing import Any
 
 import aiohttp
@@ -22,23 +19,7 @@ from epp.payload.records import RawRequest
 from epp.runtime.admin import admin_app, start_admin
 from epp.runtime.app import App
 from epp.scheduling.records import Cause, Ended, Placement
-
-DATA = Path(__file__).parents[1] / "data"
-
-
-def _module(name: str, file: Path) -> ModuleType:
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-runtime = _module("runtime_picker", DATA / "runtime" / "picker.py")
+from tests.data.runtime import picker as runtime
 
 
 class Admin:

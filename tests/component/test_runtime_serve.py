@@ -1,7 +1,6 @@
 """`warmroute serve` as a process: readiness, draining, signals, ports that are taken, what it tells."""
 
 import asyncio
-import importlib.util
 import json
 import signal
 import socket
@@ -10,7 +9,6 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import aiohttp
@@ -19,28 +17,15 @@ import grpc.aio
 import pytest
 
 from epp.lab.stack import free_ports
+from epp.runtime.options import TRANSPORTS
 from epp.wire.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from tests.data.extproc import over_wire as wire
+from tests.data.runtime import picker as runtime
 
-DATA = Path(__file__).parents[1] / "data"
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 MARKER = "PlantedPromptText"
-
-
-def _module(name: str, file: Path) -> ModuleType:
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-wire = _module("extproc_over_wire", DATA / "extproc" / "over_wire.py")
-runtime = _module("runtime_picker", DATA / "runtime" / "picker.py")
+BOTH_TRANSPORTS = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 class Process:
@@ -133,8 +118,10 @@ async def finish(call: Any) -> None:
     assert await call.code() is grpc.StatusCode.OK
 
 
-async def test_sigterm_drains(tmp_path: Path) -> None:
-    async with serving(tmp_path / "log", "--drain-timeout=1s") as (process, channel):
+@BOTH_TRANSPORTS
+async def test_sigterm_drains(transport: str, tmp_path: Path) -> None:
+    flags = ("--drain-timeout=1s", f"--transport={transport}")
+    async with serving(tmp_path / "log", *flags) as (process, channel):
         # A child that reads large bodies must not keep the process.
         early = await placed(channel, runtime.chat("x" * 2_500_000))
         process.child.send_signal(signal.SIGTERM)
@@ -164,9 +151,13 @@ async def test_sigterm_drains(tmp_path: Path) -> None:
         }
 
 
+@BOTH_TRANSPORTS
 @pytest.mark.parametrize(("drain", "first"), [("60s", signal.SIGTERM), ("0s", signal.SIGINT)])
-async def test_a_second_signal_ends_at_once(drain: str, first: signal.Signals, tmp_path: Path) -> None:
-    async with serving(tmp_path / "log", f"--drain-timeout={drain}") as (process, channel):
+async def test_a_second_signal_ends_at_once(
+    drain: str, first: signal.Signals, transport: str, tmp_path: Path
+) -> None:
+    flags = (f"--drain-timeout={drain}", f"--transport={transport}")
+    async with serving(tmp_path / "log", *flags) as (process, channel):
         call = await placed(channel, runtime.chat())
         process.child.send_signal(first)
         await process.until_health(NOT_SERVING)
@@ -184,11 +175,12 @@ async def test_nothing_in_flight_ends_with_the_drain_time(tmp_path: Path) -> Non
         assert await process.exit_code() == 0
 
 
+@BOTH_TRANSPORTS
 @pytest.mark.parametrize("port", ["grpc", "health", "metrics", "admin"])
-async def test_a_taken_port_is_one_line_and_exit_code_1(port: str, tmp_path: Path) -> None:
+async def test_a_taken_port_is_one_line_and_exit_code_1(port: str, transport: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        process = Process(tmp_path / "log", **{port: number})
+        process = Process(tmp_path / "log", f"--transport={transport}", **{port: number})
         await process.start()
         assert await process.exit_code() == 1
     flag = {"grpc": "--grpc-port", "health": "--grpc-health-port"}.get(port, f"--{port}-port")

@@ -3,11 +3,7 @@
 `docs/compatibility.md` names each of them. The pool is written as P(waiting, KV usage), endpoint by endpoint.
 """
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,20 +13,8 @@ from epp.errors import InternalError, NoEndpoints, Saturated
 from epp.extproc.records import RequestChunk, RequestHeaders, ResponseTrailers
 from epp.pool.records import Mask
 from epp.scheduling.ports import Ctx
+from tests.data.compat import line
 
-
-def _line() -> ModuleType:
-    path = Path(__file__).parents[1] / "data" / "compat" / "line.py"
-    spec = importlib.util.spec_from_file_location("compat_line", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-line = _line()
 P, Line = line.P, line.Line
 
 THREE = (P(0, 0.2), P(0, 0.1), P(10, 0.2))

@@ -4,30 +4,14 @@ A holds 92 % of the prompt and has 2 requests waiting, B is idle and holds nothi
 waiting. What they hold comes from prompts that were placed there before, through the director itself.
 """
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from epp.payload.records import RawRequest
 from epp.scheduling.records import AnswerHeaders, Cause, Ended, FirstToken, Placement
+from tests.data.compat import line
 
-
-def _line() -> ModuleType:
-    path = Path(__file__).parents[1] / "data" / "compat" / "line.py"
-    spec = importlib.util.spec_from_file_location("compat_line", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-line = _line()
 P, Line = line.P, line.Line
 
 BLOCK_BYTES = 64 * 4

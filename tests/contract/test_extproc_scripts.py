@@ -1,11 +1,7 @@
 """The exchange's conformance scripts, played as records and through the codec as bytes."""
 
-import importlib.util
-import sys
 from collections import Counter
 from itertools import count
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,21 +11,8 @@ from epp.extproc import codec
 from epp.extproc.exchange import Exchange
 from epp.extproc.limits import BodyBudget
 from epp.extproc.records import Effect, Event, Send
+from tests.data.extproc import script
 
-DATA = Path(__file__).parents[1] / "data" / "extproc"
-
-
-def _module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("extproc_script", DATA / "script.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-script = _module()
 SCRIPTS = script.load()
 
 

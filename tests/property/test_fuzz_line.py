@@ -3,12 +3,9 @@
 Nothing escapes but the end of one stream, and whatever came, everything that was charged is given back.
 """
 
-import importlib.util
 import json
 import random
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,20 +22,8 @@ from epp.extproc.records import (
     ResponseHeaders,
     ResponseTrailers,
 )
+from tests.data.compat import line
 
-
-def _line() -> ModuleType:
-    path = Path(__file__).parents[1] / "data" / "compat" / "line.py"
-    spec = importlib.util.spec_from_file_location("compat_line", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-line = _line()
 P, Line = line.P, line.Line
 
 RECORDED = Path(__file__).parents[1] / "data" / "payload"

@@ -1,9 +1,7 @@
 """`place` depends on endpoints and their facts, never on where they stand. Faults that are caught follow."""
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,19 +13,7 @@ from epp.pool.records import Floats, Mask
 from epp.scheduling.pickers import tie_keys
 from epp.scheduling.ports import Ctx
 from epp.scheduling.profiles import Profile, run_profile
-
-
-def _load() -> Any:
-    path = Path(__file__).parents[1] / "data" / "scheduling" / "pool.py"
-    spec = importlib.util.spec_from_file_location("scheduling_pool", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-pool = _load()
+from tests.data.scheduling import pool
 
 # Few distinct values, so that ties are common.
 WAITING = st.sampled_from([0, 1, 2, 7, 31])

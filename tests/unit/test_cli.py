@@ -14,6 +14,7 @@ from epp.runtime import app, logs
 from epp.runtime.options import Options, flags
 
 Invoke = Callable[..., Result]
+SUITE = "TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256"
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,17 @@ def options_of(served: list[Options], *arguments: str) -> Options:
         (["--grpc-port=9102"], "grpc_port", 9102),
         (["--endpoint", "a:1", "--endpoint=b=c:2"], "endpoint", ("a:1", "b=c:2")),
         (["--seed=-1"], "seed", -1),
+        (["--transport=grpcio"], "transport", "grpcio"),
+        ([], "transport", "own"),
+        (["--max-concurrent-streams", "100"], "max_concurrent_streams", 100),
+        (["--enable-cert-reload"], "enable_cert_reload", True),
+        (["--enable-cert-reload=false"], "enable_cert_reload", False),
+        (["--tls-min-version=VersionTLS13"], "tls_min_version", "VersionTLS13"),
+        (
+            ["--tls-cipher-suites=TLS_AES_128_GCM_SHA256,", "--tls-cipher-suites", SUITE],
+            "tls_cipher_suites",
+            ("TLS_AES_128_GCM_SHA256,", SUITE),
+        ),
         (["--pool-namespace", "n"], "pool_namespace", "n"),
         ([], "pool_namespace", "default"),
         (["--config-text", "a: b"], "config_text", "a: b"),
@@ -100,6 +112,10 @@ def test_without_flags_the_options_have_their_defaults(served: list[Options]) ->
         """--config-file c.yaml --grpc-port 19002 --grpc-health-port 19003 --metrics-port 19090
         --pool-name bench --pool-namespace bench --zap-encoder json --tracing=false
         --metrics-endpoint-auth=false --secure-serving=false --refresh-metrics-interval=200ms""",
+        # Flags of a cluster-wide security profile.
+        """--config-file c.yaml --secure-serving=true --cert-path /certs --enable-cert-reload=true
+        --tls-min-version=VersionTLS12
+        --tls-cipher-suites=TLS_AES_128_GCM_SHA256,TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256""",
     ],
 )
 def test_command_lines_of_the_field(line: str, served: list[Options]) -> None:
@@ -110,6 +126,8 @@ def test_command_lines_of_the_field(line: str, served: list[Options]) -> None:
     ("arguments", "said"),
     [
         (["--secure-serving=maybe"], "'maybe' is not a boolean; write true or false"),
+        (["--drain-timeout=-5s"], "'-5s' is negative; write a number with a unit"),
+        (["--max-concurrent-streams=many"], "'many' is not a whole number"),
         (["--refresh-metrics-interval=5"], "'5' is not a duration; write a number with a unit"),
         (["-v=x"], "'x' is not a whole number"),
         (["--grpc-port=9.5"], "'9.5' is not a whole number"),

@@ -9,7 +9,7 @@ import yaml
 from epp.config.decode import MAX_PROBLEMS
 from epp.config.load import default_config, load_config
 from epp.config.loaded import LoadedConfig, Origin
-from epp.config.schema import Duration, Quantity
+from epp.config.schema import Quantity
 from epp.errors import ConfigError
 
 DATA = Path(__file__).parents[1] / "data" / "config" / "tables"
@@ -254,22 +254,6 @@ def test_not_a_configuration(text: str | bytes, expected: str) -> None:
 
 
 # -- units ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("200ms", 0.2), ("5s", 5), ("1m30s", 90), ("1.5h", 5400), ("0s", 0), ("0", 0), (0, 0), ("10us", 1e-5)],
-)
-def test_duration(text: object, seconds: float) -> None:
-    assert Duration.parse(text) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "5", "s", "-1s", "5 s", "1s2", "5S", 5, None, True, False, [], "9" * 99 + "s"]
-)
-def test_no_duration(text: object) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011
-        Duration.parse(text)
 
 
 @pytest.mark.parametrize(

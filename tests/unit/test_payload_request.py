@@ -316,6 +316,14 @@ def test_cache_salt_is_text() -> None:
 def test_each_prompt_has_its_own_identity() -> None:
     assert prompts("héllo") == ("héllo".encode(),)
     assert prompts(["a" * 512, "b"]) == (b"a" * 512, b"b")
+
+
+def test_the_end_of_a_long_list_is_one_prompt() -> None:
+    texts = [f"text {number}" for number in range(1030)]
+    told = prompts(texts)
+    assert told[:1024] == tuple(text.encode() for text in texts[:1024])
+    assert told[1024:] == (b'"text 1024","text 1025","text 1026","text 1027","text 1028","text 1029"',)
+    assert prompts(texts[:1024]) == told[:1024]
     assert prompts([]) == ()
     assert prompts([""]) == (b"",)
     assert prompts([[1, 2], [], [3]]) == (struct.pack("<2I", 1, 2), b"", struct.pack("<I", 3))

@@ -1,30 +1,17 @@
 """Guards of the generated pages, and of what the written ones name."""
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from epp import names
 from epp.runtime.metrics_table import TABLE
 from epp.runtime.options import flags
+from tools import docs
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def _tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tools_docs", ROOT / "tools" / "docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-docs = _tool()
 
 
 def test_generated_pages_are_fresh() -> None:

@@ -1,18 +1,18 @@
 """Guards of what is built, locked and generated."""
 
-import importlib.util
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+from tools import proto
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "requirements"
@@ -105,21 +105,11 @@ def test_protobuf_runtime_accepts_the_stubs() -> None:
         assert locked >= generator
 
 
-@pytest.fixture(scope="module")
-def proto() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tools_proto", ROOT / "tools" / "proto.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_stubs_are_fresh(proto: ModuleType) -> None:
+def test_stubs_are_fresh() -> None:
     assert proto.stale(ROOT) == []
 
 
-def test_freshness_check_sees_stale_missing_and_orphaned_stubs(proto: ModuleType, tmp_path: Path) -> None:
+def test_freshness_check_sees_stale_missing_and_orphaned_stubs(tmp_path: Path) -> None:
     proto.generate(tmp_path)
     wire = tmp_path / "epp" / "wire"
     assert proto.stale(tmp_path) == []

@@ -1,10 +1,6 @@
 """Metrics: the table against the field's names, and what each row is fed with."""
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from epp.director import TIMED_EVERY, Prepared
 from epp.errors import NoEndpoints
+from epp.http2.codes import ErrorCode
+from epp.http2.errors import ConnectionFault, StreamFault
 from epp.payload.records import RawRequest, Usage
 from epp.pool.metrics_page import EngineSample
 from epp.runtime import metrics as metrics_module
@@ -20,23 +18,7 @@ from epp.runtime.app import App
 from epp.runtime.metrics import Bounded, Metrics
 from epp.runtime.metrics_table import LABEL_SETS, TABLE, reference
 from epp.scheduling.records import AnswerHeaders, Cause, Ended, FirstToken, Placement
-
-DATA = Path(__file__).parents[1] / "data"
-
-
-def _module(name: str, file: Path) -> ModuleType:
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-runtime = _module("runtime_picker", DATA / "runtime" / "picker.py")
+from tests.data.runtime import picker as runtime
 
 MODEL = ("model_name", "target_model_name", "fairness_id", "priority")
 PLUGIN = ("plugin_name", "plugin_type")
@@ -83,6 +65,8 @@ FIELD: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 OURS = {
     "extproc_held_bytes",
+    "extproc_dropped_messages_total",
+    "extproc_http2_errors_total",
     "plugin_failures_total",
     "ledger_overdrafts_total",
     "served_elsewhere_total",
@@ -406,6 +390,64 @@ def test_a_pool_without_fresh_endpoints_publishes_zero_not_nan() -> None:
     assert not [s for f in text_string_to_metric_families(text) for s in f.samples if math.isnan(s.value)]
 
 
+PARTLY_TOLD = (EngineSample(waiting=4, kv_usage=0.4), EngineSample(running=6), EngineSample(waiting=2))
+
+
+def gauges(run: Run) -> dict[str, float]:
+    return {
+        f"{kind}_{name}": run.sample(f"{kind}_{name}")
+        for kind in ("average", "std_dev")
+        for name in ("queue_size", "kv_cache_utilization")
+    }
+
+
+def partly_told() -> Run:
+    run = Run()
+    run.app.set_endpoints([runtime.endpoint(number) for number in range(3, 3 + len(PARTLY_TOLD))])
+    for (slot, _), sample in zip(run.app.store.roster, PARTLY_TOLD, strict=True):
+        run.app.store.sampled(slot, sample, 0.0)
+    return run
+
+
+TOLD = {
+    "average_queue_size": 3.0,
+    "std_dev_queue_size": 1.0,
+    "average_kv_cache_utilization": 0.4,
+    "std_dev_kv_cache_utilization": 0.0,
+}
+
+
+def test_what_an_engine_does_not_tell_is_no_zero_in_the_mean() -> None:
+    run = partly_told()
+    renew(run)
+    assert gauges(run) == pytest.approx(TOLD)
+    assert names_in(run, "per_endpoint_queue_size", "model_server_endpoint") == {"pod-3", "pod-5"}
+
+
+@pytest.mark.parametrize("mask", ["waiting_known", "kv_known"])
+def test_a_mask_that_says_all_is_told_is_noticed(mask: str) -> None:
+    run = partly_told()
+    getattr(run.app.store.view, mask)[:] = True
+    renew(run)
+    wrong = {name for name, value in gauges(run).items() if value != pytest.approx(TOLD[name])}
+    affected = "queue_size" if mask == "waiting_known" else "kv_cache_utilization"
+    assert wrong == {f"average_{affected}", f"std_dev_{affected}"}
+
+
+def test_figures_that_no_engine_tells_are_published_as_zero() -> None:
+    run = partly_told()
+    for (slot, _), sample in zip(run.app.store.roster, PARTLY_TOLD, strict=True):
+        run.app.store.sampled(slot, sample, 0.0)
+    run.app.set_endpoints([runtime.endpoint(9)])
+    ((slot, _),) = run.app.store.roster
+    run.app.store.sampled(slot, EngineSample(running=6), 0.0)
+    renew(run)
+    assert set(gauges(run).values()) == {0.0}
+    assert run.sample("average_running_requests") == 6
+    assert len(series_of(run.app.metrics, "average_queue_size")) == 1
+    assert series_of(run.app.metrics, "per_endpoint_queue_size") == []
+
+
 def test_what_is_in_flight_to_each_endpoint_and_that_it_ends() -> None:
     run = Run()
     placement = run.place(runtime.chat("x" * 4000))
@@ -497,6 +539,12 @@ def test_every_row_of_the_table_is_fed() -> None:
     counts = run.app.stream_counts()
     counts.opened()
     counts.closed("OK")
+    run.app._http2_fault(StreamFault(ErrorCode.PROTOCOL_ERROR, "planted"))
+    run.app._http2_fault(ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "planted"))
+    assert run.sample("extproc_http2_errors_total", scope="stream", code="PROTOCOL_ERROR") == 1
+    assert run.sample("extproc_http2_errors_total", scope="connection", code="ENHANCE_YOUR_CALM") == 1
+    counts.dropped(2)
+    assert run.sample("extproc_dropped_messages_total") == 2
     for row in TABLE:
         suffix = "_count" if row.kind == "histogram" else ""
         series = series_of(run.app.metrics, row.name + suffix)

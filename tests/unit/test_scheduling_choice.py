@@ -1,9 +1,7 @@
 """Scorers, picker, profile: expected values computed by hand."""
 
-import importlib.util
 import math
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,19 +27,8 @@ from epp.scheduling.scorers import (
     PrefixCacheScorerParams,
     QueueScorer,
 )
+from tests.data.scheduling import pool
 
-
-def _load() -> Any:
-    path = Path(__file__).parents[1] / "data" / "scheduling" / "pool.py"
-    spec = importlib.util.spec_from_file_location("scheduling_pool", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-pool = _load()
 Row = pool.Row
 
 

@@ -1,8 +1,6 @@
 """What is said about a decision: detached from the live columns, complete, readable."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,19 +11,8 @@ from epp.pool.records import Mask
 from epp.scheduling.explain import Explanation, explain, record_decision, render_table
 from epp.scheduling.ports import Ctx
 from epp.scheduling.profiles import FilterStep, SingleProfileHandler
+from tests.data.scheduling import pool
 
-
-def _load() -> Any:
-    path = Path(__file__).parents[1] / "data" / "scheduling" / "pool.py"
-    spec = importlib.util.spec_from_file_location("scheduling_pool", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-pool = _load()
 Row = pool.Row
 
 ROWS = [

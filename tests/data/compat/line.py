@@ -4,14 +4,10 @@ Everything between the bytes that come in and the bytes that go out is the real 
 configuration file. Scraped facts are set as a scrape would set them.
 """
 
-import importlib.util
-import sys
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
-from pathlib import Path
 from random import Random
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import yaml
@@ -48,28 +44,12 @@ from epp.pool.store import FIRST_CAPACITY, PoolStore
 from epp.runtime.metrics import Metrics
 from epp.runtime.recorder import RuntimeRecorder
 from epp.scheduling.records import AnswerHeaders
+from tests.data.extproc import script
 
 FULL_DUPLEX = Modes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
 BUFFERED = Modes(BodyMode.BUFFERED, BodyMode.BUFFERED)
 JSON = "application/json"
 SSE = "text/event-stream"
-
-
-def _script() -> ModuleType:
-    """The notation of the exchange's conformance scripts: events to wire bytes, wire bytes to dicts."""
-    name = "extproc_script"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "extproc" / "script.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-script = _script()
 
 
 class P(NamedTuple):

@@ -1,7 +1,7 @@
 """Plays the conformance scripts against a transport over a real connection, and moves messages by hand.
 
-A transport is anything with `start(address) -> port` and `stop()` that is made from a maker of streams and
-`StreamCounts`. The proxy's side is grpcio's client, whatever the server is.
+A transport is made from a maker of streams and `StreamCounts`. The proxy's side is grpcio's client, whatever
+the server is.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -20,18 +20,12 @@ from epp.extproc.exchange import Exchange
 from epp.extproc.limits import BodyBudget
 from epp.extproc.records import Observe, Refused, Routed
 from epp.payload.records import RawRequest
-from epp.runtime.grpcio import MakeStream, StreamCounts
 from epp.runtime.stream import Deliver, Stream
+from epp.runtime.transport import MakeStream, StreamCounts, Transport
 from epp.scheduling.records import AnswerFact, AnswerHeaders, Ended, TicketId
 
 DEADLINE_S = 20.0
 GARBAGE = b"\xff\xff"
-
-
-class Transport(Protocol):
-    async def start(self, address: str) -> int: ...
-
-    async def stop(self) -> None: ...
 
 
 MakeTransport = Callable[[MakeStream, StreamCounts], Transport]
@@ -68,9 +62,10 @@ class Counts:
     def __init__(self) -> None:
         self.open = 0
         self.codes: Counter[str] = Counter()
+        self.dropped = 0
 
     def hooks(self) -> StreamCounts:
-        return StreamCounts(self._opened, self._closed)
+        return StreamCounts(self._opened, self._closed, self._dropped)
 
     def _opened(self) -> None:
         self.open += 1
@@ -78,6 +73,9 @@ class Counts:
     def _closed(self, code: str) -> None:
         self.open -= 1
         self.codes[code] += 1
+
+    def _dropped(self, count: int) -> None:
+        self.dropped += count
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
@@ -155,13 +153,29 @@ def playable(played: Any) -> bool:
     return ("cancel", "edit") not in zip(kinds, kinds[1:], strict=False)
 
 
-class Player:
-    """One script on one connection. `at_once`: the router answers as soon as it is asked, where it can."""
+def half_closable(played: Any) -> bool:
+    """Whether its proxy leaves while it awaits nothing. What it awaits it still gets, having half-closed."""
+    kinds = [step.kind for step in played.steps]
+    leaves = [
+        index for index, step in enumerate(played.steps) if step.kind == "cancel" and not step.event.error
+    ]
+    return bool(leaves) and "decide" not in kinds[leaves[0] :]
 
-    def __init__(self, script: Any, played: Any, make: MakeTransport, *, at_once: bool) -> None:
+
+class Player:
+    """One script on one connection.
+
+    `at_once`: the router answers as soon as it is asked, where it can. `half_closes`: a proxy that leaves
+    ends its own side only, where the scripts have it reset the stream.
+    """
+
+    def __init__(
+        self, script: Any, played: Any, make: MakeTransport, *, at_once: bool, half_closes: bool = False
+    ) -> None:
         self.script = script
         self.played = played
         self.at_once = at_once
+        self.half_closes = half_closes
         self.router = ScriptRouter()
         self.budget = BodyBudget(played.limits.held_bytes)
         self.counts = Counts()
@@ -235,6 +249,8 @@ class Player:
             return
         if error:
             await call.write(GARBAGE)
+        elif self.half_closes:
+            await call.done_writing()
         else:
             call.cancel()
         await until(lambda: self.streams[0].ended, "the stream hears of its end")

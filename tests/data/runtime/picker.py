@@ -8,8 +8,8 @@ from epp.config.load import default_config, load_config
 from epp.pool.metrics_page import EngineSample
 from epp.pool.records import Endpoint
 from epp.runtime.app import App
-from epp.runtime.grpcio import GrpcioTransport, StreamCounts
 from epp.runtime.options import Options
+from epp.runtime.transport import StreamCounts
 from epp.wire import ext_proc_pb2 as pb
 
 PIECE = 62_000
@@ -31,8 +31,11 @@ def picker(endpoints: int = 2, config: str | None = None, **options: Any) -> App
     return app
 
 
-def transport(app: App, counts: StreamCounts) -> GrpcioTransport:
-    return GrpcioTransport(app.stream, counts, app.limits.body_bytes)
+def transport(app: App, counts: StreamCounts) -> Any:
+    """What the app's options say, with other counts."""
+    made: Any = app.transport(None)
+    made.counts = counts
+    return made
 
 
 def left_over(app: App) -> dict[str, int]:

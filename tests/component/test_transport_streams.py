@@ -1,43 +1,32 @@
-"""Streams over the real transport into the real router and director: late results, aborts, faults, order."""
+"""Streams over each transport into the real router and director: late results, aborts, faults, order.
+
+The proxy's side is grpcio's client. Where the transports differ, they do so on purpose, and the test says it.
+"""
 
 import asyncio
 import gzip
-import importlib.util
 import multiprocessing
 import os
 import random
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import grpc
 import pytest
 
+from epp import names
+from epp.http2.codes import ACK, PREFACE, FrameType
+from epp.http2.frames import frame
 from epp.runtime import stream as stream_module
 from epp.runtime.app import App
+from epp.runtime.options import OWN, TRANSPORTS
+from tests.data.extproc import over_wire as wire
+from tests.data.runtime import picker as runtime
 
-DATA = Path(__file__).parents[1] / "data"
 LARGE = 2_500_000
-
-
-def _module(name: str, file: Path) -> ModuleType:
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-wire = _module("extproc_over_wire", DATA / "extproc" / "over_wire.py")
-runtime = _module("runtime_picker", DATA / "runtime" / "picker.py")
+TOO_LARGE = "invalid_request_error"
 
 
 class Served:
@@ -69,9 +58,15 @@ class Served:
         assert not any(runtime.left_over(self.app).values()), runtime.left_over(self.app)
 
 
+@pytest.fixture(params=TRANSPORTS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @asynccontextmanager
-async def served(app: App | None = None) -> AsyncIterator[Served]:
-    app = app or runtime.picker()
+async def served(name: str, **options: Any) -> AsyncIterator[Served]:
+    """A picker with a transport of this name."""
+    app = runtime.picker(transport=name, **options)
     counts = wire.Counts()
     transport = runtime.transport(app, counts.hooks())
     try:
@@ -89,8 +84,8 @@ async def finish(call: Any) -> list[bytes]:
     return replies
 
 
-async def test_a_small_request_from_headers_to_the_end_of_its_answer() -> None:
-    async with served() as picker:
+async def test_a_small_request_from_headers_to_the_end_of_its_answer(name: str) -> None:
+    async with served(name) as picker:
         body = runtime.chat()
         call = await picker.send(runtime.request_headers(), *runtime.request_body(body))
         head, piece = await wire.read(call), await wire.read(call)
@@ -104,8 +99,8 @@ async def test_a_small_request_from_headers_to_the_end_of_its_answer() -> None:
         assert picker.counts.codes == {"OK": 1}
 
 
-async def test_a_large_body_is_read_elsewhere_and_its_late_result_written() -> None:
-    async with served() as picker:
+async def test_a_large_body_is_read_elsewhere_and_its_late_result_written(name: str) -> None:
+    async with served(name) as picker:
         body = runtime.chat("x" * LARGE)
         call = await picker.send(runtime.request_headers(), *runtime.request_body(body))
         head = await wire.read(call)
@@ -124,12 +119,14 @@ async def test_a_large_body_is_read_elsewhere_and_its_late_result_written() -> N
 
 
 @pytest.mark.parametrize("encoding", ["", "gzip"])
-async def test_what_is_wrong_with_a_large_body_comes_back_and_ends_the_stream(encoding: str) -> None:
+async def test_what_is_wrong_with_a_large_body_comes_back_and_ends_the_stream(
+    name: str, encoding: str
+) -> None:
     broken = runtime.chat("x" * LARGE)[:-1]
     headers = {"content_encoding": encoding} if encoding else {}
     if encoding:
         broken = gzip.compress(broken[:LARGE] + random.Random(1).randbytes(100_000).hex().encode())
-    async with served() as picker:
+    async with served(name) as picker:
         call = await picker.send(runtime.request_headers(**headers), *runtime.request_body(broken))
         replies = await finish(call)
         status, error = runtime.refusal(replies[0])
@@ -139,10 +136,9 @@ async def test_what_is_wrong_with_a_large_body_comes_back_and_ends_the_stream(en
         await picker.over()
 
 
-async def test_a_large_body_that_inflates_over_the_limit_gets_413() -> None:
-    app = runtime.picker(max_request_body_bytes=4 << 20)
+async def test_a_large_body_that_inflates_over_the_limit_gets_413(name: str) -> None:
     body = gzip.compress(runtime.chat("x" * (8 << 20)) + random.Random(1).randbytes(100_000))
-    async with served(app) as picker:
+    async with served(name, max_request_body_bytes=4 << 20) as picker:
         call = await picker.send(
             runtime.request_headers(content_encoding="gzip"), *runtime.request_body(body)
         )
@@ -152,8 +148,8 @@ async def test_a_large_body_that_inflates_over_the_limit_gets_413() -> None:
         await picker.over()
 
 
-async def test_a_client_that_leaves_while_its_large_body_is_read() -> None:
-    async with served() as picker:
+async def test_a_client_that_leaves_while_its_large_body_is_read(name: str) -> None:
+    async with served(name) as picker:
         body = runtime.chat("x" * LARGE)
         warm = await picker.send(runtime.request_headers(), *runtime.request_body(body))
         await wire.read(warm)
@@ -169,8 +165,8 @@ async def test_a_client_that_leaves_while_its_large_body_is_read() -> None:
         await picker.over()
 
 
-async def test_the_child_that_dies_is_replaced_and_nobody_notices() -> None:
-    async with served() as picker:
+async def test_the_child_that_dies_is_replaced_and_nobody_notices(name: str) -> None:
+    async with served(name) as picker:
         body = runtime.chat("x" * LARGE)
         for _ in range(2):
             call = await picker.send(runtime.request_headers(), *runtime.request_body(body))
@@ -180,8 +176,8 @@ async def test_the_child_that_dies_is_replaced_and_nobody_notices() -> None:
         await picker.over()
 
 
-async def test_a_message_that_is_not_legal_ends_its_stream_alone() -> None:
-    async with served() as picker:
+async def test_a_message_that_is_not_legal_ends_its_stream_alone(name: str) -> None:
+    async with served(name) as picker:
         other = await picker.send(runtime.request_headers(end=True, path="/v1/models"))
         await wire.read(other)
         call = await picker.send(runtime.request_headers(), *runtime.request_body(runtime.chat()))
@@ -199,8 +195,26 @@ async def test_a_message_that_is_not_legal_ends_its_stream_alone() -> None:
         await picker.over()
 
 
-async def test_bytes_that_are_no_message() -> None:
-    async with served() as picker:
+async def test_body_messages_after_the_bodys_end_are_counted_when_the_stream_ends(name: str) -> None:
+    async with served(name) as picker:
+        body = runtime.request_body(runtime.chat())
+        late = await picker.send(runtime.request_headers(), *body, *body, *body)
+        assert runtime.kind(await wire.read(late)) == "request_headers"
+        assert runtime.kind(await wire.read(late)) == "request_body"
+        assert picker.counts.dropped == 0
+        await late.write(runtime.response_headers())
+        assert runtime.kind(await wire.read(late)) == "response_headers"
+        await late.write(runtime.response_body(b"{}"))
+        assert runtime.kind(await wire.read(late)) == "response_body"
+        tidy = await picker.send(runtime.request_headers(), *body)
+        await wire.read(tidy)
+        tidy.cancel()
+        await picker.over()
+        assert picker.counts.dropped == 2
+
+
+async def test_bytes_that_are_no_message(name: str) -> None:
+    async with served(name) as picker:
         call = await picker.send(b"\xff\xff\xff")
         await finish(call)
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -209,38 +223,110 @@ async def test_bytes_that_are_no_message() -> None:
         assert picker.counts.codes == {"INVALID_ARGUMENT": 1}
 
 
-async def test_a_message_above_the_limit_ends_its_stream_and_one_below_gets_413() -> None:
-    app = runtime.picker(max_request_body_bytes=3 << 20)
-    async with served(app) as picker:
-        one_and_a_half = runtime.request_body(b"x" * (5 << 20), piece=5 << 20)
-        call = await picker.send(runtime.request_headers(), *one_and_a_half)
+async def test_a_message_above_the_limit_of_messages(name: str) -> None:
+    """The own transport refuses it as any body that is too large; grpcio ends the call by itself."""
+    async with served(name, max_request_body_bytes=3 << 20) as picker:
+        below = runtime.request_body(b"x" * (7 << 19), piece=7 << 19)
+        call = await picker.send(runtime.request_headers(), *below)
         assert runtime.refusal((await finish(call))[0])[0] == 413
-        call = await picker.send(runtime.request_headers(), *runtime.request_body(b"x" * (7 << 20), 7 << 20))
-        assert await finish(call) == []
-        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        above = runtime.request_body(b"x" * (7 << 20), piece=7 << 20)
+        call = await picker.send(runtime.request_headers(), *above)
+        replies = await finish(call)
+        if name == OWN:
+            status, error = runtime.refusal(replies[0])
+            assert (len(replies), status, error["code"], error["type"]) == (1, 413, 413, TOO_LARGE)
+            assert await call.code() is grpc.StatusCode.OK
+        else:
+            assert replies == []
+            assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         await picker.over()
+        assert picker.counts.codes == ({"OK": 2} if name == OWN else {"OK": 1, "CANCELLED": 1})
 
 
-async def test_half_closing_before_the_end_is_an_abort() -> None:
-    async with served() as picker:
+async def test_half_closing_before_the_end_is_an_abort(name: str) -> None:
+    async with served(name) as picker:
         call = await picker.send(runtime.request_headers(), *runtime.request_body(runtime.chat()))
         await wire.read(call)
         await call.done_writing()
         await finish(call)
+        assert await call.code() is grpc.StatusCode.OK
         await picker.over()
         assert picker.counts.codes == {"CANCELLED": 1}
 
 
+async def test_half_closing_while_the_body_is_read_elsewhere(name: str) -> None:
+    """The own transport still sends the pick; grpcio ends the call. Nothing stays either way."""
+    async with served(name) as picker:
+        body = runtime.chat("x" * LARGE)
+        call = await picker.send(runtime.request_headers(), *runtime.request_body(body))
+        await call.done_writing()
+        replies = await finish(call)
+        if name == OWN:
+            assert [runtime.kind(reply) for reply in replies[:2]] == ["request_headers", "request_body"]
+            assert b"".join(map(runtime.piece_of, replies[1:])) == body
+        assert await call.code() is grpc.StatusCode.OK
+        await picker.over()
+        assert picker.counts.codes == {"CANCELLED": 1}
+
+
+async def test_messages_compressed_by_the_client(name: str) -> None:
+    async with served(name) as picker:
+        call = picker.channel.stream_stream(names.EXT_PROC_METHOD)(compression=grpc.Compression.Gzip)
+        body = runtime.chat("compressible " * 20_000)
+        for message in (runtime.request_headers(), *runtime.request_body(body)):
+            await call.write(message)
+        assert runtime.kind(await wire.read(call)) == "request_headers"
+        pieces = [runtime.piece_of(await wire.read(call)) for _ in runtime.request_body(body)]
+        assert b"".join(pieces) == body
+        await call.write(runtime.response_headers())
+        await call.write(runtime.response_body(b"{}"))
+        assert len(await finish(call)) == 2
+        await picker.over()
+        assert picker.counts.codes == {"OK": 1}
+
+
+async def test_a_deadline_of_the_proxy(name: str) -> None:
+    async with served(name) as picker:
+        call = picker.channel.stream_stream(names.EXT_PROC_METHOD)(timeout=0.7)
+        for message in (runtime.request_headers(), *runtime.request_body(runtime.chat())):
+            await call.write(message)
+        assert runtime.kind(await wire.read(call)) == "request_headers"
+        assert runtime.left_over(picker.app)["tickets"] == 1
+        await finish(call)
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await picker.over()
+
+
+@pytest.mark.parametrize(
+    "method", [f"/{names.EXT_PROC_SERVICE}/Proces", "/envoy.service.ext_proc.v2.ExternalProcessor/Process"]
+)
+async def test_methods_that_are_not_served(name: str, method: str) -> None:
+    async with served(name) as picker:
+        call = picker.channel.stream_stream(method)()
+        assert await finish(call) == []
+        assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+        if name == OWN:  # grpcio: Method not found!
+            service, _, last = method[1:].partition("/")
+            served_here = service == names.EXT_PROC_SERVICE
+            told = (
+                f"unknown method {last} for service {service}"
+                if served_here
+                else f"unknown service {service}"
+            )
+            assert await call.details() == told
+        assert picker.counts.codes == {}
+
+
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_fault_of_ours_gives_back_what_was_charged(
-    late: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, late: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first reply to a placed request cannot be written: its ticket is charged already."""
 
     def encode(reply: Any) -> bytes:
         raise RuntimeError("planted")
 
-    async with served() as picker:
+    async with served(name) as picker:
         monkeypatch.setattr(stream_module, "encode", encode)
         body = runtime.chat("x" * (LARGE if late else 10))
         call = await picker.send(runtime.request_headers(), *runtime.request_body(body))
@@ -252,10 +338,37 @@ async def test_a_fault_of_ours_gives_back_what_was_charged(
         assert "planted" in caplog.text
 
 
-async def test_a_fault_in_the_director_is_an_answer_to_the_client(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_a_fault_at_the_end_of_a_stream_is_of_that_stream_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with served() as picker:
+    async with served(name) as picker:
+        other = await picker.send(runtime.request_headers(), *runtime.request_body(runtime.chat()))
+        await wire.read(other)
+        call = await picker.send(runtime.request_headers(), *runtime.request_body(runtime.chat()))
+        await wire.read(call)
+        closed = stream_module.Stream.closed
+
+        def faulty(self: Any, *, error: bool = False) -> None:
+            closed(self, error=error)
+            raise RuntimeError("planted")
+
+        monkeypatch.setattr(stream_module.Stream, "closed", faulty)
+        call.cancel()
+        await wire.until(lambda: picker.counts.open == 1, "the faulty stream is over")
+        await wire.until(lambda: "RuntimeError: planted" in caplog.text, "the fault is told")
+        monkeypatch.undo()
+        assert runtime.left_over(picker.app)["tickets"] == 1
+        await wire.read(other)
+        await other.write(runtime.response_headers())
+        await other.write(runtime.response_body(b"{}"))
+        assert len(await finish(other)) == 2
+        await picker.over()
+
+
+async def test_a_fault_in_the_director_is_an_answer_to_the_client(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(name) as picker:
 
         def place(*_: object) -> None:
             raise RuntimeError("planted")
@@ -271,7 +384,9 @@ async def test_a_fault_in_the_director_is_an_answer_to_the_client(
         assert caplog.text.count("RuntimeError: planted") == 2
 
 
-async def test_streams_reset_at_random_leave_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+async def test_streams_reset_at_random_leave_nothing_behind(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """1,000 streams, 50 at a time, each cut after a random number of its messages and of replies read."""
     draw = random.Random(11)
     answer = [runtime.response_body(b"data: {}\n\n", end=False)] * 3 + [runtime.response_body(b"", end=True)]
@@ -296,7 +411,7 @@ async def test_streams_reset_at_random_leave_nothing_behind(caplog: pytest.LogCa
             await call.done_writing()
         call.cancel()
 
-    async with served() as picker:
+    async with served(name) as picker:
         for _ in range(20):
             await asyncio.gather(*(one(picker) for _ in range(50)))
         await picker.over()
@@ -305,8 +420,8 @@ async def test_streams_reset_at_random_leave_nothing_behind(caplog: pytest.LogCa
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-async def test_draining_waits_for_what_is_in_flight_and_takes_nothing_new() -> None:
-    async with served() as picker:
+async def test_draining_waits_for_what_is_in_flight_and_takes_nothing_new(name: str) -> None:
+    async with served(name) as picker:
         call = await picker.send(runtime.request_headers(), *runtime.request_body(runtime.chat()))
         await wire.read(call)
         draining = asyncio.create_task(picker.transport.drain())
@@ -323,8 +438,8 @@ async def test_draining_waits_for_what_is_in_flight_and_takes_nothing_new() -> N
         await picker.over()
 
 
-async def test_stopping_cuts_what_is_in_flight(caplog: pytest.LogCaptureFixture) -> None:
-    async with served() as picker:
+async def test_stopping_cuts_what_is_in_flight(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with served(name) as picker:
         call = await picker.send(runtime.request_headers(), *runtime.request_body(runtime.chat()))
         await wire.read(call)
         await picker.transport.stop()
@@ -333,28 +448,22 @@ async def test_stopping_cuts_what_is_in_flight(caplog: pytest.LogCaptureFixture)
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-async def test_pings_on_an_idle_connection_are_answered_and_not_taken_for_an_attack() -> None:
+async def test_pings_on_an_idle_connection_are_answered_and_not_taken_for_an_attack(name: str) -> None:
     """Proxies keep connections alive with them; a GOAWAY would cut every stream of the connection."""
-    ping, goaway, acknowledged = 6, 7, 0
-    counts = wire.Counts()
-    transport = runtime.transport(runtime.picker(), counts.hooks())
+    acknowledged = 0
+    transport = runtime.transport(runtime.picker(transport=name), wire.Counts().hooks())
     port = await transport.start("127.0.0.1:0")
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, b""))
+        writer.write(PREFACE + frame(FrameType.SETTINGS, 0, 0, b"") + frame(FrameType.SETTINGS, ACK, 0, b""))
         for number in range(200):
-            writer.write(_frame(ping, number.to_bytes(8)))
+            writer.write(frame(FrameType.PING, 0, 0, number.to_bytes(8)))
         async with asyncio.timeout(wire.DEADLINE_S):
             while acknowledged < 200:
                 head = await reader.readexactly(9)
                 await reader.readexactly(int.from_bytes(head[:3]))
-                assert head[3] != goaway
-                acknowledged += head[3] == ping and head[4] == 1
+                assert head[3] != FrameType.GOAWAY
+                acknowledged += head[3] == FrameType.PING and head[4] == ACK
     finally:
         writer.close()
         await transport.stop()
-
-
-def _frame(kind: int, payload: bytes) -> bytes:
-    """An HTTP/2 frame of the connection itself, without flags."""
-    return len(payload).to_bytes(3) + bytes([kind, 0]) + bytes(4) + payload

@@ -1,0 +1,39 @@
+"""Files that change while the picker runs."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+
+# Device, inode, time of change in ns, size: differs after an edit, a rename and a swapped symlink.
+# None: there is no such file.
+Signature = tuple[int, int, int, int] | None
+
+
+def signature(path: str | os.PathLike[str]) -> Signature:
+    """That of the file `path` leads to, through all symlinks."""
+    try:
+        return signature_of(os.stat(path))
+    except (OSError, ValueError):
+        return None
+
+
+def signature_of(found: os.stat_result) -> Signature:
+    """The same, of a file already looked up."""
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+async def changed(
+    paths: Sequence[str | os.PathLike[str]], known: Sequence[Signature], *, poll_s: float, settle_s: float
+) -> tuple[Signature, ...]:
+    """The signatures of `paths`, once they differ from `known` and have kept still for `settle_s`.
+
+    So a file is not read while it is being written, nor the first of two before the second.
+    """
+    loaded = tuple(known)
+    before = loaded
+    while True:
+        await asyncio.sleep(poll_s if before == loaded else settle_s)
+        seen = tuple(signature(path) for path in paths)
+        if seen == before != loaded:
+            return seen
+        before = seen
