@@ -85,7 +85,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = Duration(30.0)
     disable_endpoint_subset_filter: Annotated[bool, Flag("Ignore the gateway's subset hint.")] = False
     max_request_body_bytes: Annotated[int, Flag("Largest request body; more is answered 413.")] = 32 << 20
-    max_held_bytes: Annotated[int, Flag("Request bytes held in the process; more is answered 429.")] = 1 << 30
+    max_held_bytes: Annotated[
+        int, Flag("Bytes held in the process for requests and answers; more is answered 429.")
+    ] = 1 << 30
     tracing: Annotated[bool, Flag("Accepted for compatibility; spans are not emitted yet.")] = False
     zap_encoder: Annotated[
         str, Flag("Log format: json or console; empty: console on a terminal, else json.")

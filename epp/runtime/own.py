@@ -59,10 +59,10 @@ class OwnTransport:
             await self._server.stop()
 
     def _process(self, peer: Peer) -> Call:
-        return _Process(peer, self.make_stream, self.counts)
+        return Process(peer, self.make_stream, self.counts)
 
 
-class _Process:
+class Process:
     """One ext-proc stream as an HTTP/2 call."""
 
     __slots__ = ("_code", "_counts", "_half_closed", "_peer", "_send", "_stream")

@@ -78,40 +78,40 @@ def grpcio_loses_the_last_message(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def own_does_not_write_late_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_module._Process, "_wake", lambda self: None)
+    monkeypatch.setattr(own_module.Process, "_wake", lambda self: None)
 
 
 def own_does_not_flush_late_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_module._Process, "_wake", own_module._Process._go_on)
+    monkeypatch.setattr(own_module.Process, "_wake", own_module.Process._go_on)
 
 
 def own_lets_messages_overtake(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = own_module._Process._go_on
+    go_on = own_module.Process._go_on
 
     def turned_round(self: Any) -> None:
         self._stream.outbox.reverse()
         go_on(self)
 
-    monkeypatch.setattr(own_module._Process, "_go_on", turned_round)
+    monkeypatch.setattr(own_module.Process, "_go_on", turned_round)
 
 
 def own_loses_the_last_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = own_module._Process._go_on
+    go_on = own_module.Process._go_on
 
     def shortened(self: Any) -> None:
         if self._stream.outbox:
             self._stream.outbox.pop()
         go_on(self)
 
-    monkeypatch.setattr(own_module._Process, "_go_on", shortened)
+    monkeypatch.setattr(own_module.Process, "_go_on", shortened)
 
 
 def own_does_not_end_a_finished_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_module._Process, "_finish", lambda self, status, details="": None)
+    monkeypatch.setattr(own_module.Process, "_finish", lambda self, status, details="": None)
 
 
 def own_does_not_tell_a_stream_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_module._Process, "ended", lambda self, ending: self._counts.closed("OK"))
+    monkeypatch.setattr(own_module.Process, "ended", lambda self, ending: self._counts.closed("OK"))
 
 
 def own_says_nothing_of_what_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def own_says_nothing_of_what_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def own_drops_the_half_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_module._Process, "half_closed", lambda self: None)
+    monkeypatch.setattr(own_module.Process, "half_closed", lambda self: None)
 
 
 def the_stream_does_not_hear_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,8 @@ class Wire:
     """A connection and its client, who may say anything.
 
     Attributes:
+        greet: it has begun well.
+        also: calls by path, beside those above.
         now: the time; tests move it.
         calls: in the order in which they were opened, however they ended.
         told: of the client's faults.
@@ -214,6 +216,7 @@ class Wire:
     account: Account = field(default_factory=lambda: Quota(PLENTY))
     slots: Quota = field(default_factory=lambda: Quota(1_000_000))
     greet: bool = True
+    also: dict[str, type[Lived]] = field(default_factory=dict)
     now: float = 1000.0
 
     def __post_init__(self) -> None:
@@ -226,7 +229,8 @@ class Wire:
         self._decoder = Decoder()
         self._next_id = 1
         methods: dict[str, Callable[[Peer], Call]] = {
-            path: self._maker(kind) for path, kind in ((ECHO, Echo), (MUTE, Lived), (EAGER, Eager))
+            path: self._maker(kind)
+            for path, kind in {ECHO: Echo, MUTE: Lived, EAGER: Eager, **self.also}.items()
         }
         self.connection = Connection(
             methods, self.limits, self.account, self.slots, self.now, self.told.append, lambda: None
