@@ -2,9 +2,10 @@
 
     python -m benchmarks.churn [--streams N] [--seed N] [--json FILE]
 
-The picker is the whole one, put together as `warmroute serve` does it, and the client speaks bytes. What comes
-back on each stream is checked. From the moment when every table and cache is full, memory and the number of
-objects stay what they are. Exits with 1 where anything is left over. The connection's clock is simulated.
+The picker is the whole one, put together as `warmroute serve` does it, and the client speaks bytes. What
+comes back on each stream is checked. From the moment when every table and cache is full, memory and the
+number of objects stay what they are. Exits with 1 where anything is left over. The connection's clock is
+simulated.
 """
 
 import gc
@@ -15,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -205,8 +206,10 @@ class Client:
     def said(self, stream_id: int, way: Way) -> bytes:
         """All that precedes the end."""
         parts = [self.opening(stream_id, way)]
-        for message in self.messages(way):
-            parts.append(frame(FrameType.DATA, 0, stream_id, struct.pack(">BI", 0, len(message)) + message))
+        parts += [
+            frame(FrameType.DATA, 0, stream_id, struct.pack(">BI", 0, len(message)) + message)
+            for message in self.messages(way)
+        ]
         if way in (Way.HALF_MESSAGE, Way.HALF_RESET):
             parts.append(frame(FrameType.DATA, 0, stream_id, struct.pack(">BI", 0, 5000) + bytes(3000)))
         return b"".join(parts)
@@ -293,6 +296,7 @@ class Churn:
         self._next_id = 1
         self._late: list[list[int]] = []
         self._say(PREFACE + settings({Setting.INITIAL_WINDOW_SIZE: WINDOW_BYTES}) + SETTINGS_ACK)
+        self._say(window_update(0, 16 * WINDOW_BYTES))
 
     def run(self) -> None:
         report, begun = self.report, time.perf_counter()
@@ -400,13 +404,14 @@ def main(streams: int, seed: int, file: Path | None) -> None:
     report = run(streams, seed)
     played = report.ways.total()
     print(
-        f"{played} streams in {report.seconds:.1f} s, {played / report.seconds:,.0f} a second, client included"
+        f"{played} streams in {report.seconds:.1f} s,"
+        f" {played / report.seconds:,.0f} a second with the client's own work"
     )
     print("they were:", ", ".join(f"{way} {count}" for way, count in sorted(report.ways.items())))
     print("objects once warm and at the end:", report.objects)
     print("resident once warm and at the end, MiB:", [round(size, 1) for size in report.resident_mib])
     if file is not None:
-        file.write_text(json.dumps(asdict(report), indent=1) + "\n")
+        file.write_text(json.dumps(vars(report), indent=1) + "\n")
     problems = list(report.problems())
     for problem in problems:
         print(f"PROBLEM: {problem}", file=sys.stderr)

@@ -34,13 +34,16 @@ class Quota:
         self.used = 0
 
     def take(self, n: int) -> bool:
+        """Reserve `n`. False, and nothing reserved, where they do not fit."""
         if self.used + n > self._limit:
             return False
         self.used += n
         return True
 
     def charge(self, n: int) -> None:
+        """Count `n` that are there already, whether they fit or not."""
         self.used += n
 
     def give(self, n: int) -> None:
+        """Return `n` taken or charged before."""
         self.used -= n
