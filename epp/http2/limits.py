@@ -19,6 +19,9 @@ class Rate:
 class Http2Limits:
     """Bounds of one connection.
 
+    A peer may send before it has read them, so windows must not be below the 65,535 bytes that every
+    connection starts with. `message_bytes` must be above 16 KiB: a message in one frame is not measured.
+
     Attributes:
         streams: streams open at one time (SETTINGS_MAX_CONCURRENT_STREAMS); one more is refused.
         header_list_bytes: a request's headers, counted as RFC 9113 6.5.2 does; more is answered 431.
