@@ -64,7 +64,6 @@ class Connection:
     """
 
     __slots__ = (
-        "_account",
         "_blocks",
         "_control",
         "_floods",
@@ -105,7 +104,6 @@ class Connection:
         """
         self._methods = methods
         self._limits = limits
-        self._account = account
         self._slots = streams
         self._told = told
         self._now = self._heard_at = now

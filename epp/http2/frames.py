@@ -18,11 +18,12 @@ from epp.http2.codes import (
 from epp.http2.errors import ConnectionFault
 
 FRAME_HEAD_BYTES: Final = 9
-MESSAGE_HEAD_BYTES: Final = 5
 
 # Length and type share the first four bytes: `length << 8 | type`.
 FRAME_HEAD: Final = struct.Struct(">IBI")
+# Before each gRPC message: 1 where it is compressed, else 0; and its length in bytes as it is sent.
 MESSAGE_HEAD: Final = struct.Struct(">BI")
+MESSAGE_HEAD_BYTES: Final = MESSAGE_HEAD.size
 DATA_WITH_MESSAGE_HEAD: Final = struct.Struct(">IBIBI")
 NUMBER: Final = struct.Struct(">I")
 SETTING: Final = struct.Struct(">HI")

@@ -20,7 +20,7 @@ class Http2Limits:
     """Bounds of one connection.
 
     A peer may send before it has read them, so windows must not be below the 65,535 bytes that every
-    connection starts with. `message_bytes` must be above 16 KiB: a message in one frame is not measured.
+    connection starts with. `message_bytes` must be 16 KiB or more: a message in one frame is not measured.
 
     Attributes:
         streams: streams open at one time (SETTINGS_MAX_CONCURRENT_STREAMS); one more is refused.

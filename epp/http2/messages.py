@@ -2,14 +2,11 @@
 
 import zlib
 from collections.abc import Iterator
-from struct import Struct
 from typing import Final
 
 from epp.http2.codes import Status
 from epp.http2.errors import CallFault
-
-HEAD: Final = Struct(">BI")
-"""Before each message: 1 where it is compressed, else 0; and its length in bytes as it is sent."""
+from epp.http2.frames import MESSAGE_HEAD, MESSAGE_HEAD_BYTES
 
 GZIP_WINDOW: Final = 16 + zlib.MAX_WBITS
 
@@ -72,8 +69,8 @@ class MessageReader:
             self._head, self.held = b"", 0
             self._pieces.clear()
             yield self._inflate(body) if flag else body
-        while end - at >= HEAD.size:
-            start = at + HEAD.size
+        while end - at >= MESSAGE_HEAD_BYTES:
+            start = at + MESSAGE_HEAD_BYTES
             after = start + self._size(payload, at)
             if after > end:
                 self._head, self._missing = payload[at:start], after - start
@@ -87,10 +84,10 @@ class MessageReader:
     def _extend(self, payload: bytes) -> int:
         """Go on with the message that is not complete: how many bytes complete it, -1 if too few."""
         at = 0
-        if len(self._head) < HEAD.size:
-            at = HEAD.size - len(self._head)
+        if len(self._head) < MESSAGE_HEAD_BYTES:
+            at = MESSAGE_HEAD_BYTES - len(self._head)
             self._head += payload[:at]
-            if len(self._head) < HEAD.size:
+            if len(self._head) < MESSAGE_HEAD_BYTES:
                 return -1
             self._missing = self._size(self._head, 0)
         after = at + self._missing
@@ -112,7 +109,7 @@ class MessageReader:
 
     def _size(self, data: bytes, at: int) -> int:
         """The length that the head at `at` declares."""
-        flag, size = HEAD.unpack_from(data, at)
+        flag, size = MESSAGE_HEAD.unpack_from(data, at)
         if flag:
             if flag != 1:
                 raise CallFault(Status.INTERNAL, f"message with compressed flag {flag}, it must be 0 or 1")

@@ -24,7 +24,7 @@ DATA: Final = int(FrameType.DATA)
 
 
 class _NoCall:
-    """Behind a request that is no gRPC call: it is answered at once, and nobody cares for the rest."""
+    """Behind a request that is no gRPC call: nobody cares what it says."""
 
     def received(self, message: bytes) -> None: ...
 

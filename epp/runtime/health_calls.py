@@ -4,6 +4,7 @@ A call that is not in order ends as gRPC's table of status codes says: INTERNAL 
 decoded, UNIMPLEMENTED where there is none or more than one (grpcio does not look at a second).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -97,7 +98,7 @@ def health_methods(health: Health, post: Post) -> Methods:
     }
 
 
-class _OneRequest:
+class _OneRequest(ABC):
     """A call that takes one request."""
 
     __slots__ = ("_asked", "_over", "_peer")
@@ -129,8 +130,8 @@ class _OneRequest:
     def ended(self, ending: Ending) -> None:
         self._over = True
 
-    def _request(self, message: bytes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _request(self, message: bytes) -> None: ...
 
     def _refuse(self, refused: Refused) -> None:
         self._finish(refused.status, refused.details)

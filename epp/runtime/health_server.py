@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from threading import Thread
-from typing import Final, Protocol
+from typing import Final
 
 import uvloop
 
@@ -15,6 +15,7 @@ from epp.http2.rates import Quota
 from epp.runtime.health import Health
 from epp.runtime.health_calls import Post, health_methods
 from epp.runtime.http2 import Http2Server
+from epp.runtime.transport import Listener
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +30,6 @@ LIMITS: Final = Http2Limits(
     output_bytes=64 * KIB,
 )
 """A request is a name, an answer a few bytes."""
-
-
-class Listener(Protocol):
-    """One port of a transport."""
-
-    async def start(self, address: str) -> int:
-        """Listen; returns the port. Raises OSError where the address cannot be bound."""
-        ...
-
-    async def stop(self) -> None:
-        """Cut what is in flight."""
-        ...
 
 
 def http2_port(health: Health, post: Post) -> Listener:

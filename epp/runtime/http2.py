@@ -124,7 +124,7 @@ class Http2Server:
 class _Protocol(asyncio.Protocol):
     """One connection: everything that came in one read is answered in one write."""
 
-    __slots__ = ("_closing", "_flush_due", "_loop", "_receive", "_server", "_transport", "connection")
+    __slots__ = ("_closing", "_flush_due", "_loop", "_server", "_transport", "connection")
 
     _transport: asyncio.Transport
     connection: Connection

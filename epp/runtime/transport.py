@@ -14,8 +14,8 @@ MakeStream = Callable[[Callable[[], None]], Stream]
 """Makes the stream behind one call, given its `wake`."""
 
 
-class Transport(Protocol):
-    """One listening ext-proc port."""
+class Listener(Protocol):
+    """One listening port."""
 
     async def start(self, address: str) -> int:
         """Listen; returns the port.
@@ -25,12 +25,16 @@ class Transport(Protocol):
         """
         ...
 
-    async def drain(self) -> None:
-        """Take no new streams; return when those in flight have ended."""
-        ...
-
     async def stop(self) -> None:
         """Cut what is in flight."""
+        ...
+
+
+class Transport(Listener, Protocol):
+    """One listening ext-proc port."""
+
+    async def drain(self) -> None:
+        """Take no new streams; return when those in flight have ended."""
         ...
 
 

@@ -397,18 +397,6 @@ def test_calls_and_client_get_exactly_what_the_other_sent(seed: int) -> None:
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
-def _window_of_a_stalled_stream_is_kept(patch: pytest.MonkeyPatch) -> None:
-    right = Stream.send_waiting
-
-    def wrong(stream: Stream, most: int) -> bool:
-        unreturned, stream.unreturned = stream.unreturned, 0
-        more = right(stream, most)
-        stream.unreturned = unreturned
-        return more
-
-    patch.setattr(Stream, "send_waiting", wrong)
-
-
 def _window_of_a_stream_is_not_charged(patch: pytest.MonkeyPatch) -> None:
     right = Stream.send_waiting
 
@@ -533,7 +521,7 @@ def _padding_is_taken_for_content(patch: pytest.MonkeyPatch) -> None:
 FOUND = (AssertionError, h2.exceptions.ProtocolError, IndexError, struct.error)
 
 FAULTS: tuple[Fault, ...] = (
-    _window_of_a_stalled_stream_is_kept,
+    wire.keep_the_window_of_a_stalled_stream,
     _window_of_a_stream_is_not_charged,
     _window_of_the_connection_is_not_charged,
     _window_of_the_connection_is_not_given_back,

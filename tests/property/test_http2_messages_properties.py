@@ -9,7 +9,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from epp.http2.errors import CallFault
-from epp.http2.messages import HEAD, MessageReader, MessageTooLarge
+from epp.http2.frames import MESSAGE_HEAD
+from epp.http2.messages import MessageReader, MessageTooLarge
 
 LIMIT_BYTES = 9000
 JUNK_LIMIT_BYTES = 400
@@ -36,7 +37,7 @@ CUTS = st.lists(st.integers(1, 40), min_size=1, max_size=20) | st.lists(
 JUNK = st.lists(
     st.binary(max_size=30)
     | st.builds(
-        HEAD.pack,
+        MESSAGE_HEAD.pack,
         st.integers(0, 3),
         st.integers(0, 40) | st.integers(JUNK_LIMIT_BYTES - 1, JUNK_LIMIT_BYTES + 1),
     )
@@ -53,11 +54,11 @@ Make = Callable[[int, bool], MessageReader]
 
 
 def _flagged(body: bytes) -> bytes:
-    return HEAD.pack(1, len(body)) + body
+    return MESSAGE_HEAD.pack(1, len(body)) + body
 
 
 def _wire(message: bytes, compressed: bool) -> bytes:
-    return _flagged(gzip.compress(message, 1)) if compressed else HEAD.pack(0, len(message)) + message
+    return _flagged(gzip.compress(message, 1)) if compressed else MESSAGE_HEAD.pack(0, len(message)) + message
 
 
 def cut(wire: bytes, sizes: list[int]) -> list[bytes]:
@@ -84,7 +85,7 @@ def same_messages(make: Make, messages: list[tuple[bytes, bool]], sizes: list[in
         assert len(got) == done
         left = arrived - (ends[done - 1] if done else 0)
         assert reader.complete is (left == 0)
-        assert reader.held == max(0, left - HEAD.size)
+        assert reader.held == max(0, left - MESSAGE_HEAD.size)
     assert got == [message for message, _ in messages]
 
 
@@ -126,7 +127,7 @@ class ForgetsToCount(MessageReader):
 
 class ForgetsPartOfAHead(MessageReader):
     def _extend(self, payload: bytes) -> int:
-        if len(self._head) < HEAD.size:
+        if len(self._head) < MESSAGE_HEAD.size:
             self._head = bytes(len(self._head))
         return super()._extend(payload)
 
@@ -157,7 +158,7 @@ class LetsErrorsOfZlibOut(MessageReader):
 
 class TakesAnySize(MessageReader):
     def _size(self, data: bytes, at: int) -> int:
-        return int.from_bytes(data[at + 1 : at + HEAD.size], "big")
+        return int.from_bytes(data[at + 1 : at + MESSAGE_HEAD.size], "big")
 
 
 @pytest.mark.parametrize(

@@ -225,18 +225,6 @@ def _shrunk_window_is_used(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Outgoing, "drop", lambda out, stream: None)
 
 
-def _stalled_window_is_kept(patch: pytest.MonkeyPatch) -> None:
-    right = Stream.send_waiting
-
-    def wrong(stream: Stream, most: int) -> bool:
-        unreturned, stream.unreturned = stream.unreturned, 0
-        more = right(stream, most)
-        stream.unreturned = unreturned
-        return more
-
-    patch.setattr(Stream, "send_waiting", wrong)
-
-
 def _window_is_given_back_while_replies_wait(patch: pytest.MonkeyPatch) -> None:
     right = Stream.give_back
 
@@ -278,7 +266,7 @@ def _pause_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     [
         (_starves, check_turns),
         (_shrunk_window_is_used, check_shrunk_window),
-        (_stalled_window_is_kept, check_window_given_back),
+        (wire.keep_the_window_of_a_stalled_stream, check_window_given_back),
         (_window_is_given_back_while_replies_wait, check_window_given_back),
         (_trailers_overtake, check_trailers_come_last),
         (_room_is_not_kept, check_room_of_the_socket),

@@ -8,17 +8,18 @@ import pytest
 
 from epp.http2.codes import Status
 from epp.http2.errors import CallFault
-from epp.http2.messages import HEAD, MessageReader, MessageTooLarge
+from epp.http2.frames import MESSAGE_HEAD
+from epp.http2.messages import MessageReader, MessageTooLarge
 
 MIB = 1 << 20
 
 
 def plain(message: bytes) -> bytes:
-    return HEAD.pack(0, len(message)) + message
+    return MESSAGE_HEAD.pack(0, len(message)) + message
 
 
 def flagged(body: bytes, flag: int = 1) -> bytes:
-    return HEAD.pack(flag, len(body)) + body
+    return MESSAGE_HEAD.pack(flag, len(body)) + body
 
 
 def read(reader: MessageReader, *payloads: bytes) -> list[bytes]:
@@ -101,7 +102,7 @@ def test_compression_that_was_not_announced(cut: int) -> None:
 
 @pytest.mark.parametrize("cut", range(5))
 def test_a_head_that_declares_too_much_is_enough(cut: int) -> None:
-    head = HEAD.pack(0, 101)
+    head = MESSAGE_HEAD.pack(0, 101)
     reader = MessageReader(100, gzip=False)
     assert read(reader, head[:cut]) == []
     with pytest.raises(MessageTooLarge, match="101 bytes or more, the limit is 100") as caught:
@@ -136,7 +137,7 @@ def test_a_bomb_is_not_inflated_beyond_the_limit() -> None:
 def test_pieces_take_little_more_memory_than_their_bytes(piece_bytes: int) -> None:
     size = 64 * 1024
     reader = MessageReader(MIB, gzip=False)
-    read(reader, HEAD.pack(0, MIB))
+    read(reader, MESSAGE_HEAD.pack(0, MIB))
     tracemalloc.start()
     try:
         for number in range(size // piece_bytes):

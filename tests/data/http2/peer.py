@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import pytest
 from hpack import Decoder, Encoder
 
 from epp.http2.codes import Status
@@ -17,6 +18,7 @@ from epp.http2.errors import ConnectionFault, StreamFault
 from epp.http2.limits import Http2Limits
 from epp.http2.ports import Account, Call, Ending, Peer
 from epp.http2.rates import Quota
+from epp.http2.streams import Stream
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = range(5)
@@ -391,3 +393,19 @@ class Wire:
         assert self.pass_time(1.0) == []
         self.connection.lose()
         self.nothing_left()
+
+
+# -- faults to plant --------------------------------------------------------------------------------
+
+
+def keep_the_window_of_a_stalled_stream(patch: pytest.MonkeyPatch) -> None:
+    """A fault to plant: what a stream owes its peer is not given back when its replies have left."""
+    right = Stream.send_waiting
+
+    def wrong(stream: Stream, most: int) -> bool:
+        unreturned, stream.unreturned = stream.unreturned, 0
+        more = right(stream, most)
+        stream.unreturned = unreturned
+        return more
+
+    patch.setattr(Stream, "send_waiting", wrong)
