@@ -11,7 +11,7 @@ import msgspec
 from epp import names
 from epp.config.document import plain_value
 from epp.config.loaded import LoadedConfig, LoadedPlugin, LoadedProfile, Origin
-from epp.config.registry import Kind
+from epp.config.spec import Kind
 from epp.durations import Duration
 
 _PLAIN: Final = re.compile(r"[A-Za-z_/$][\w./$-]*(=[\w.-]+)?")

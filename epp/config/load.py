@@ -8,16 +8,9 @@ from epp import names
 from epp.config.decode import Problems, TooManyProblems
 from epp.config.document import MAX_BYTES, Document, read_document
 from epp.config.loaded import LoadedConfig, LoadedPlugin, LoadedProfile
-from epp.config.registry import (
-    BuildContext,
-    FileDiscoverySpec,
-    Kind,
-    MetricsExtractorSpec,
-    MetricsSourceSpec,
-    Registry,
-    built_in_registry,
-)
+from epp.config.registry import Registry, built_in_registry
 from epp.config.resolve import defaults, resolve
+from epp.config.spec import BuildContext, FileDiscoverySpec, Kind, MetricsExtractorSpec, MetricsSourceSpec
 from epp.errors import ConfigError, Problem
 from epp.pool.records import PoolView
 from epp.scheduling.ports import Answered, DataProducer, Member, Placed, ProfileHandler

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from epp.config.document import Document
-from epp.config.registry import PluginSpec
+from epp.config.spec import PluginSpec
 
 
 class Origin(StrEnum):

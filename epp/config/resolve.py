@@ -9,8 +9,9 @@ from epp import names
 from epp.config.decode import Problems, decode, decode_fields, nearest, quoted
 from epp.config.document import Document
 from epp.config.loaded import LoadedConfig, LoadedPlugin, LoadedProfile, PluginUse
-from epp.config.registry import Kind, KnownType, PluginImportError, PluginSpec, Registry, Stability
+from epp.config.registry import PluginImportError, Registry
 from epp.config.schema import DataLayer, EndpointPickerConfig, FlowControl, PluginEntry, ProfilePlugin
+from epp.config.spec import Kind, KnownType, PluginSpec, Stability
 from epp.scheduling.records import FactKey
 
 DEFAULT_PROFILE: Final = "default"

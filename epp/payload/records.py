@@ -10,7 +10,35 @@ class Api(StrEnum):
 
     CHAT = "chat"
     COMPLETIONS = "completions"
+    EMBEDDINGS = "embeddings"
+    RESPONSES = "responses"
+    CONVERSATIONS = "conversations"
+    CHAT_RENDER = "chat-render"
+    COMPLETIONS_RENDER = "completions-render"
+    IMAGES = "images"
+    MESSAGES = "messages"
+    COUNT_TOKENS = "count-tokens"
+    VLLM_GENERATE = "vllm-generate"
+    SGLANG_GENERATE = "sglang-generate"
+    VLLM_GRPC_GENERATE = "vllm-grpc-generate"
+    VLLM_GRPC_EMBED = "vllm-grpc-embed"
     PASSTHROUGH = "passthrough"
+
+
+Headers = tuple[tuple[str, str], ...]
+"""Name (lower case, no pseudo headers) and value, in order, duplicates kept."""
+
+
+def find_header(headers: Headers, *names: str) -> str | None:
+    """The last value of the first of `names` that is present."""
+    for name in names:
+        found = None
+        for key, value in headers:
+            if key == name:
+                found = value
+        if found is not None:
+            return found
+    return None
 
 
 class RawRequest(msgspec.Struct, frozen=True):
@@ -19,7 +47,7 @@ class RawRequest(msgspec.Struct, frozen=True):
     Attributes:
         request_id: the client's `x-request-id`, or one made for it.
         path: `:path`, query included.
-        headers: name (lower case, no pseudo headers) and value, in order, duplicates kept.
+        headers: without pseudo headers.
         body: the bytes as sent, still compressed where `content-encoding` says so.
         subset: `address:port` entries the gateway restricts the choice to; None = no restriction,
             empty = nothing is eligible.
@@ -30,21 +58,14 @@ class RawRequest(msgspec.Struct, frozen=True):
     request_id: str
     method: str
     path: str
-    headers: tuple[tuple[str, str], ...]
+    headers: Headers
     body: bytes
     subset: tuple[str, ...] | None = None
     body_shown: bool = True
 
     def header(self, *names: str) -> str | None:
         """The last value of the first of `names` that is present."""
-        for name in names:
-            found = None
-            for key, value in self.headers:
-                if key == name:
-                    found = value
-            if found is not None:
-                return found
-        return None
+        return find_header(self.headers, *names)
 
 
 class InferenceRequest(msgspec.Struct, frozen=True):

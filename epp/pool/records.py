@@ -41,6 +41,21 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
+class Adapters:
+    """LoRA adapters, by name and slot, as the engines tell them.
+
+    Attributes:
+        running, waiting: slots where the adapter serves a request, or is to.
+        count: different adapters running or waiting. most: how many fit at once; 0 = unknown.
+    """
+
+    running: dict[str, Mask]
+    waiting: dict[str, Mask]
+    count: Ints
+    most: Ints
+
+
+@dataclass(slots=True)
 class PoolView:
     """What is known about the pool's endpoints, by slot. Read-only for all but `PoolStore`.
 
@@ -60,6 +75,9 @@ class PoolView:
         scraped_at: seconds, monotonic.
         epoch: grows when `endpoints` is replaced.
         by_host_port: slot of the endpoint at `address:port`.
+        adapters: LoRA adapters; None until an engine tells of any.
+        models: slots whose engine lists the model; empty unless a source asks for it.
+        attributes: figures by attribute key, one column each, NaN = unknown; empty unless configured.
     """
 
     capacity: int
@@ -81,6 +99,9 @@ class PoolView:
     scraped_at: Floats
     epoch: int = 0
     by_host_port: dict[str, int] = field(default_factory=dict)
+    adapters: Adapters | None = None
+    models: dict[str, Mask] = field(default_factory=dict)
+    attributes: dict[str, Floats] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -4,14 +4,23 @@ Every array is indexed by slot and has the view's capacity. `alive` is the mask 
 question; values outside it are ignored.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
+from types import MappingProxyType
 from typing import Protocol
 
-from epp.payload.records import InferenceRequest
+from epp.payload.records import Headers, InferenceRequest, RawRequest
 from epp.pool.records import Floats, Load, Mask, PoolView
-from epp.scheduling.records import AnswerFact, FactKey, Facts, Leg, Ticket
+from epp.scheduling.records import AnswerFact, Edits, FactKey, Facts, Leg, Ticket
+
+Attributes = Mapping[str, str]
+"""What request hooks found out, by name."""
+
+NO_ATTRIBUTES: Attributes = MappingProxyType({})
+
+AGENT_IDENTITY = "agent-identity"
+"""Attribute: the flow of a request without a fairness id of its own."""
 
 
 @dataclass(slots=True)
@@ -22,6 +31,9 @@ class Ctx:
         now: seconds, monotonic.
         draw: seeded source of chance.
         clock: set on sampled requests only; plugins are then timed with it.
+        headers: the client's, as in `RawRequest`; `payload.records.find_header` looks one up.
+        flow: fairness id. priority: from the request's objective; below 0 means that it may be shed.
+        attributes: what request hooks found out.
     """
 
     request: InferenceRequest
@@ -31,6 +43,35 @@ class Ctx:
     now: float
     draw: Random
     clock: Callable[[], float] | None = None
+    request_id: str = ""
+    headers: Headers = ()
+    flow: str = ""
+    priority: int = 0
+    attributes: Attributes = NO_ATTRIBUTES
+
+
+class RequestHook(Protocol):
+    def read(self, raw: RawRequest) -> Attributes:
+        """What the hook finds out about a request before it is placed; `AGENT_IDENTITY` names its flow."""
+        ...
+
+
+class Screener(Protocol):
+    def screen(self, ctx: Ctx, alive: Mask) -> Mask:
+        """Those of `alive` that the request may go to at all. The results of several are intersected."""
+        ...
+
+
+class Admitter(Protocol):
+    def admit(self, ctx: Ctx, alive: Mask) -> None:
+        """Raise a `RequestError` to turn the request away; the facts are produced already."""
+        ...
+
+
+class SaturationDetector(Protocol):
+    def saturation(self, view: PoolView, load: Load, alive: Mask) -> float:
+        """How full those of `alive` are: 1 and above is saturated."""
+        ...
 
 
 class Filter(Protocol):
@@ -72,14 +113,17 @@ class ProfileHandler(Protocol):
 
 
 class Placed(Protocol):
-    def placed(self, ctx: Ctx, ticket: Ticket) -> None:
-        """The request was placed (before the next one is looked at)."""
+    def placed(self, ctx: Ctx, ticket: Ticket) -> Edits | None:
+        """The request was placed (before the next one is looked at). Returns headers for the engine."""
         ...
 
 
 class Answered(Protocol):
-    def observe(self, ticket: Ticket, fact: AnswerFact, now: float) -> None:
-        """Something happened to a placed request. `Ended` comes last, exactly once."""
+    def observe(self, ticket: Ticket, fact: AnswerFact, now: float) -> Edits | None:
+        """Something happened to a placed request. `Ended` comes last, exactly once.
+
+        Returns headers to set on the answer; they count at `AnswerHeaders` only.
+        """
         ...
 
 

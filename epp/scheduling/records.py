@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NewType
+from typing import Any, NewType
 
 from epp.payload.records import InferenceRequest, Usage
 from epp.pool.records import Endpoint, Floats, Ints, Mask
@@ -35,8 +35,33 @@ class FactKey:
     producer: str
 
 
+@dataclass(frozen=True, slots=True)
+class InflightLoad:
+    """What is in flight to each endpoint, by slot, as one producer counts it.
+
+    Attributes:
+        requests: sent and not ended.
+        tokens: prompt tokens until the first output token, and output tokens where they are estimated.
+    """
+
+    requests: Ints
+    tokens: Ints
+
+
 PREFIX_MATCH = "prefix-match"
-Facts = dict[FactKey, PrefixMatch]
+"""Kind of fact: a `PrefixMatch`."""
+
+INFLIGHT_LOAD = "in-flight-load"
+"""Kind of fact: an `InflightLoad`."""
+
+SESSION_ID = "session-id"
+"""Kind of fact: the session's name, a text; absent where the request names none."""
+
+Facts = dict[FactKey, Any]
+"""Facts produced for one request; `FactKey.kind` says of which type each is."""
+
+Edits = tuple[tuple[str, bytes], ...]
+"""Headers to set."""
 
 
 class Role(StrEnum):
@@ -99,10 +124,15 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request goes. Legs: one normally; decode last when prefill is split off."""
+    """Where a request goes. Legs: one normally; decode last when prefill is split off.
+
+    Attributes:
+        set_headers: for the engine, beside the destination.
+    """
 
     ticket: TicketId
     legs: tuple[Leg, ...]
+    set_headers: Edits = ()
 
     @property
     def serving(self) -> Leg:
@@ -163,6 +193,7 @@ class Ticket:
     Attributes:
         prefill_tokens: charged to the serving slot until the first token.
         slot: where the request is charged now (moves when the proxy reports another endpoint).
+        flow, priority: as in `Ctx`.
     """
 
     id: TicketId
@@ -175,3 +206,5 @@ class Ticket:
     status: int = 0
     streaming: bool = False
     facts: Facts = field(default_factory=dict)
+    flow: str = ""
+    priority: int = 0

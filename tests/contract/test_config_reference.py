@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from epp.config.load import build, default_config, load_config
-from epp.config.registry import NOT_YET, FileDiscoverySpec, MetricsSourceSpec
+from epp.config.registry import NOT_YET
+from epp.config.spec import FileDiscoverySpec, MetricsSourceSpec
 from epp.errors import ConfigError
 from epp.pool.store import PoolStore
 from epp.scheduling.profiles import SingleProfileHandler

@@ -8,20 +8,17 @@ import numpy as np
 import pytest
 
 from epp.config.load import Assembly, build, default_config, load_config
-from epp.config.registry import (
-    BUILT_INS,
-    NOT_YET,
+from epp.config.registry import BUILT_INS, NOT_YET, Registry, built_in_registry
+from epp.config.schema import NoParameters
+from epp.config.spec import (
     BuildContext,
     FileDiscoverySpec,
     Kind,
     MetricsExtractorSpec,
     MetricsSourceSpec,
     PluginSpec,
-    Registry,
     Stability,
-    built_in_registry,
 )
-from epp.config.schema import NoParameters
 from epp.errors import ConfigError
 from epp.kvcache.approximate import ApproximatePrefixProducer
 from epp.pool.records import Floats, Mask

@@ -1,0 +1,1 @@
+"""The tables of plugin types, one module for each part of a request's way."""
