@@ -6,7 +6,7 @@ as live traffic (with `InferenceRequest.chains` in place of bodies).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from random import Random
 from typing import Protocol
@@ -15,19 +15,33 @@ import msgspec
 import numpy as np
 
 from epp import names
-from epp.errors import BadRequest, RequestError
-from epp.payload.records import Api, InferenceRequest, RawRequest
+from epp.errors import BadRequest, NoEndpoints, RequestError
+from epp.payload.records import Api, Headers, InferenceRequest, RawRequest
 from epp.payload.request import Parsed, parse_request, rewrite_model
 from epp.pool.ledger import InflightLedger
 from epp.pool.records import Mask
 from epp.pool.store import PoolStore
-from epp.scheduling.ports import Answered, Ctx, DataProducer, Placed, ProfileHandler
+from epp.scheduling.ports import (
+    AGENT_IDENTITY,
+    NO_ATTRIBUTES,
+    Admitter,
+    Answered,
+    Attributes,
+    Ctx,
+    DataProducer,
+    Placed,
+    ProfileHandler,
+    RequestHook,
+    Screener,
+)
 from epp.scheduling.records import (
     AnswerFact,
     AnswerHeaders,
+    Edits,
     Ended,
     Facts,
     FirstToken,
+    Leg,
     Placement,
     PrefixMatch,
     Progress,
@@ -37,14 +51,16 @@ from epp.scheduling.records import (
 
 DEFAULT_FLOW = "default-flow"
 TIMED_EVERY = 64
-Edits = tuple[tuple[str, bytes], ...]
 
 
 class Prepared(msgspec.Struct, frozen=True):
     """A request ready to be placed.
 
     Attributes:
+        headers: the client's.
         flow: fairness id, for metrics and queues.
+        priority: of the request's objective; below 0 it may be shed.
+        attributes: what request hooks found out.
         body: what to forward in place of the client's body; None = unchanged.
         remove_headers: request headers that no longer describe the body.
         body_bytes: size as received.
@@ -58,6 +74,9 @@ class Prepared(msgspec.Struct, frozen=True):
     remove_headers: tuple[str, ...]
     body_bytes: int
     received_at: float
+    headers: Headers = ()
+    priority: int = 0
+    attributes: Attributes = NO_ATTRIBUTES
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -86,10 +105,19 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plugins:
-    """What the configuration chose, in the order it runs."""
+    """What the configuration chose. Those of a kind run in their order.
+
+    Attributes:
+        admission: decides on the request alone, before its candidates are looked at.
+        admitters: decide when the facts are there.
+    """
 
     handler: ProfileHandler
+    request_hooks: tuple[RequestHook, ...] = ()
+    admission: Admitter | None = None
+    screeners: tuple[Screener, ...] = ()
     producers: tuple[DataProducer, ...] = ()
+    admitters: tuple[Admitter, ...] = ()
     placed: tuple[Placed, ...] = ()
     answered: tuple[Answered, ...] = ()
 
@@ -140,6 +168,7 @@ class Director:
     def prepare_parsed(self, raw: RawRequest, parsed: Parsed, now: float) -> Prepared:
         """As `prepare`, for a body that was decoded elsewhere."""
         request = parsed.request
+        attributes = self._attributes(raw) if self.plugins.request_hooks else NO_ATTRIBUTES
         body: bytes | None = None
         remove_headers: tuple[str, ...] = ()
         if request.api is not Api.PASSTHROUGH and raw.body_shown:
@@ -153,13 +182,24 @@ class Director:
         return Prepared(
             request_id=raw.request_id,
             request=request,
-            flow=raw.header(*names.FAIRNESS_ID) or DEFAULT_FLOW,
+            flow=raw.header(*names.FAIRNESS_ID) or attributes.get(AGENT_IDENTITY) or DEFAULT_FLOW,
             subset=raw.subset if self._use_subset else None,
             body=body,
             remove_headers=remove_headers,
             body_bytes=len(raw.body),
             received_at=now,
+            headers=raw.headers,
+            attributes=attributes,
         )
+
+    def _attributes(self, raw: RawRequest) -> Attributes:
+        found: dict[str, str] = {}
+        for hook in self.plugins.request_hooks:
+            try:
+                found.update(hook.read(raw))
+            except Exception as error:
+                self._recorder.plugin_failed(hook, error)
+        return found
 
     # -- the choice -------------------------------------------------------------------------------
 
@@ -168,12 +208,25 @@ class Director:
 
         Whatever it raises, it raises before the charge.
         """
+        plugins = self.plugins
         clock = self._plugin_clock if self._submitted % TIMED_EVERY == 0 else None
         self._submitted += 1
-        ctx = Ctx(prepared.request, self._store.view, self._ledger.load, {}, now, self._draw, clock)
-        self._produce(ctx)
+        ctx = Ctx(
+            prepared.request,
+            self._store.view,
+            self._ledger.load,
+            {},
+            now,
+            self._draw,
+            clock,
+            prepared.request_id,
+            prepared.headers,
+            prepared.flow,
+            prepared.priority,
+            prepared.attributes,
+        )
         try:
-            legs = self.plugins.handler.place(ctx, self._eligible(prepared.subset))
+            legs = self._choose(plugins, ctx, prepared.subset)
         except RequestError as error:
             return Refusal(error)
         placement = Placement(TicketId(next(self._ids)), legs)
@@ -186,16 +239,34 @@ class Director:
             prefill_tokens=_uncached_tokens(prepared.request, ctx.facts, slot),
             placed_at=now,
             facts=ctx.facts,
+            flow=prepared.flow,
+            priority=prepared.priority,
         )
         self._recorder.placed(prepared, ticket, ctx)
         self._tickets[ticket.id] = prepared, ticket
         self._ledger.charge(slot, ticket.prefill_tokens)
-        for hook in self.plugins.placed:
+        edits: Edits = ()
+        for hook in plugins.placed:
             try:
-                hook.placed(ctx, ticket)
+                edits += hook.placed(ctx, ticket) or ()
             except Exception as error:
                 self._recorder.plugin_failed(hook, error)
-        return placement
+        return replace(placement, set_headers=edits) if edits else placement
+
+    def _choose(self, plugins: Plugins, ctx: Ctx, subset: Sequence[str] | None) -> tuple[Leg, ...]:
+        """Raises RequestError: turned away, or nowhere to go."""
+        alive = self._eligible(subset)
+        if plugins.admission is not None:
+            plugins.admission.admit(ctx, alive)
+        if plugins.screeners and np.count_nonzero(alive):
+            for screener in plugins.screeners:
+                alive &= screener.screen(ctx, alive)
+            if not np.count_nonzero(alive):
+                raise NoEndpoints("screeners eliminated all endpoint candidates")
+        self._produce(ctx)
+        for admitter in plugins.admitters:
+            admitter.admit(ctx, alive)
+        return plugins.handler.place(ctx, alive)
 
     def _produce(self, ctx: Ctx) -> None:
         for producer in self.plugins.producers:
@@ -239,13 +310,14 @@ class Director:
                 del self._tickets[ticket_id]
                 self._ledger.release(ticket.slot, ticket.prefill_tokens)
                 ticket.prefill_tokens = 0
+        edits: Edits = ()
         for hook in self.plugins.answered:
             try:
-                hook.observe(ticket, fact, now)
+                edits += hook.observe(ticket, fact, now) or ()
             except Exception as error:
                 self._recorder.plugin_failed(hook, error)
         self._recorder.observed(prepared, ticket, fact, now)
-        return ()
+        return edits
 
     def _headers(self, ticket: Ticket, fact: AnswerHeaders, now: float) -> None:
         ticket.status = fact.status

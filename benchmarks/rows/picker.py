@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from epp.config.load import Assembly, build, default_config
-from epp.director import Director, Plugins, Prepared, Recorder, Refusal
+from epp.director import Director, Prepared, Recorder, Refusal
 from epp.payload.records import Usage
 from epp.pool.ledger import InflightLedger
 from epp.pool.metrics_page import EngineSample
@@ -78,16 +78,10 @@ def director(count: int, recorder: Recorder | None = None) -> tuple[Director, Po
     store.sync(endpoints(count), now)
     ledger.resize(store.view.capacity)
     scraped(store, now)
-    plugins = Plugins(
-        assembly.handler,
-        tuple(producer for _, producer in assembly.producers),
-        assembly.placed,
-        assembly.answered,
-    )
     made = Director(
         store,
         ledger,
-        plugins,
+        assembly.plugins,
         recorder or NoRecorder(),
         random.Random(7),
         max_body_bytes=BODY_BYTES,

@@ -44,7 +44,9 @@ def memory(effort: Effort) -> list[Result]:
 
 def main(pairs: int) -> None:
     app = picker.app(ENDPOINTS, cache_tokens=UNBOUNDED_TOKENS)
-    (producer,) = [each for _, each in app.assembly.producers if isinstance(each, ApproximatePrefixProducer)]
+    (producer,) = [
+        each for each in app.assembly.plugins.producers if isinstance(each, ApproximatePrefixProducer)
+    ]
     gc.collect()
     empty_mib = resident_mib()
     _fill(app, producer, pairs)

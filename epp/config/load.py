@@ -1,6 +1,6 @@
 """Read an `EndpointPickerConfig`, and build what it describes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
@@ -11,9 +11,10 @@ from epp.config.loaded import LoadedConfig, LoadedPlugin, LoadedProfile
 from epp.config.registry import Registry, built_in_registry
 from epp.config.resolve import defaults, resolve
 from epp.config.spec import BuildContext, FileDiscoverySpec, Kind, MetricsExtractorSpec, MetricsSourceSpec
+from epp.director import Plugins
 from epp.errors import ConfigError, Problem
 from epp.pool.records import PoolView
-from epp.scheduling.ports import Answered, DataProducer, Member, Placed, ProfileHandler
+from epp.scheduling.ports import Member
 from epp.scheduling.profiles import FilterStep, PickerStep, Profile, ScorerStep
 
 __all__ = ["Assembly", "LoadedConfig", "Refreshed", "build", "default_config", "load_config"]
@@ -38,16 +39,15 @@ class Assembly:
     """What a configuration comes to.
 
     Attributes:
-        producers: name and producer, each after those whose facts it needs.
-        placed, answered, members, refreshed: the plugins that have these hooks.
+        plugins: for the director.
+        named: every plugin by its name.
+        members, refreshed: the plugins that have these hooks.
         discovery: None where no plugin lists the endpoints.
         warnings: for the operator: deprecated names, parts without effect.
     """
 
-    handler: ProfileHandler
-    producers: tuple[tuple[str, DataProducer], ...]
-    placed: tuple[Placed, ...]
-    answered: tuple[Answered, ...]
+    plugins: Plugins
+    named: Mapping[str, object]
     members: tuple[Member, ...]
     refreshed: tuple[Refreshed, ...]
     discovery: FileDiscoverySpec | None
@@ -106,23 +106,39 @@ def build(loaded: LoadedConfig, view: PoolView, secret: bytes) -> Assembly:
     for plugin in loaded.plugins:
         if plugin.spec.kind is not Kind.PROFILE_HANDLER:
             built[plugin.name] = _built(plugin, BuildContext(plugin.name, view, secret), problems)
+    _raise(problems, loaded)
     types = {plugin.name: plugin for plugin in loaded.plugins}
     profiles = {profile.name: _profile(profile, types, built) for profile in loaded.profiles}
     context = BuildContext(loaded.handler, view, secret, profiles)
     built[loaded.handler] = _built(types[loaded.handler], context, problems)
-    if problems:
-        raise ConfigError(loaded.source, *(_with_line(problem, loaded.document) for problem in problems))
+    _raise(problems, loaded)
     return Assembly(
-        handler=built[loaded.handler],
-        producers=tuple((name, built[name]) for name in loaded.producers if _has(built[name], "produce")),
-        placed=tuple(_having("placed", built.values())),
-        answered=tuple(_having("observe", built.values())),
+        plugins=_plugins(loaded, built),
+        named=built,
         members=tuple(_having("joined", built.values())),
         refreshed=tuple(_having("refresh", built.values())),
         discovery=None if loaded.discovery is None else cast(FileDiscoverySpec, built[loaded.discovery]),
         metrics_source=built[loaded.metrics_source],
         metrics_extractor=built[loaded.extractor],
         warnings=loaded.warnings,
+    )
+
+
+def _raise(problems: list[Problem], loaded: LoadedConfig) -> None:
+    if problems:
+        raise ConfigError(loaded.source, *(_with_line(problem, loaded.document) for problem in problems))
+
+
+def _plugins(loaded: LoadedConfig, built: Mapping[str, Any]) -> Plugins:
+    every = built.values()
+    return Plugins(
+        handler=built[loaded.handler],
+        request_hooks=tuple(_having("read", every)),
+        screeners=tuple(_having("screen", every)),
+        producers=tuple(_having("produce", (built[name] for name in loaded.producers))),
+        admitters=tuple(_having("admit", every)),
+        placed=tuple(_having("placed", every)),
+        answered=tuple(_having("observe", every)),
     )
 
 
@@ -149,13 +165,13 @@ def _profile(profile: LoadedProfile, plugins: dict[str, LoadedPlugin], built: di
     pickers: list[PickerStep] = []
     for use in profile.plugins:
         spec, made = plugins[use.name].spec, built[use.name]
-        match spec.kind:
-            case Kind.FILTER:
-                filters.append(FilterStep(use.name, spec.type, made))
-            case Kind.SCORER:
-                scorers.append(ScorerStep(use.name, spec.type, use.weight, made))
-            case Kind.PICKER:
-                pickers.append(PickerStep(use.name, spec.type, made))
+        # By what a plugin can do, not by its kind: some filter and score.
+        if _has(made, "keep"):
+            filters.append(FilterStep(use.name, spec.type, made))
+        if _has(made, "score"):
+            scorers.append(ScorerStep(use.name, spec.type, use.weight, made))
+        if _has(made, "pick"):
+            pickers.append(PickerStep(use.name, spec.type, made))
     return Profile(profile.name, tuple(filters), tuple(scorers), pickers[0])
 
 

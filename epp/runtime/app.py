@@ -20,7 +20,7 @@ from prometheus_client import disable_created_metrics, start_http_server
 
 from epp.config.load import Assembly, build, default_config, load_config
 from epp.config.loaded import LoadedConfig
-from epp.director import Director, Plugins
+from epp.director import Director
 from epp.errors import ConfigError, Problem, WarmrouteError
 from epp.extproc.exchange import Exchange
 from epp.extproc.limits import BodyBudget, Limits
@@ -110,12 +110,7 @@ class App:
         director = Director(
             store,
             ledger,
-            Plugins(
-                assembly.handler,
-                tuple(producer for _, producer in assembly.producers),
-                assembly.placed,
-                assembly.answered,
-            ),
+            assembly.plugins,
             recorder,
             random.Random(options.seed if options.seed >= 0 else None),
             max_body_bytes=limits.body_bytes,
@@ -308,7 +303,7 @@ class App:
     def renew_gauges(self) -> None:
         self.metrics.pool(self.store, self.ledger, self.budget.used)
         self.metrics.total("datalayer_poll_errors_total", self.scraper.errors, "metrics-data-source")
-        for name, producer in self.assembly.producers:
+        for name, producer in self.assembly.named.items():
             if isinstance(producer, ApproximatePrefixProducer):
                 self.metrics.indexer_size(name, producer.size)
 

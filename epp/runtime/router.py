@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from epp.director import Director, Edits, Prepared, Refusal
+from epp.director import Director, Prepared, Refusal
 from epp.errors import InternalError, RequestError
 from epp.extproc.records import Refused, Routed
 from epp.payload.records import RawRequest
@@ -13,7 +13,7 @@ from epp.runtime.decoder import Decoder, is_large
 from epp.runtime.metrics import Metrics
 from epp.runtime.stream import Deliver
 from epp.runtime.turns import Turns
-from epp.scheduling.records import AnswerFact, TicketId
+from epp.scheduling.records import AnswerFact, Edits, TicketId
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from epp.director import Edits
 from epp.errors import RequestError
 from epp.extproc.codec import decode, encode
 from epp.extproc.exchange import Exchange
@@ -29,7 +28,7 @@ from epp.extproc.records import (
     Send,
 )
 from epp.payload.records import RawRequest
-from epp.scheduling.records import AnswerFact, AnswerHeaders, TicketId
+from epp.scheduling.records import AnswerFact, AnswerHeaders, Edits, TicketId
 
 Deliver = Callable[[Routed | Refused], None]
 

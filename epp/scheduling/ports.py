@@ -5,7 +5,7 @@ question; values outside it are ignored.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from types import MappingProxyType
 from typing import Protocol
@@ -47,7 +47,7 @@ class Ctx:
     headers: Headers = ()
     flow: str = ""
     priority: int = 0
-    attributes: Attributes = NO_ATTRIBUTES
+    attributes: Attributes = field(default_factory=lambda: NO_ATTRIBUTES)
 
 
 class RequestHook(Protocol):
@@ -69,7 +69,7 @@ class Admitter(Protocol):
 
 
 class SaturationDetector(Protocol):
-    def saturation(self, view: PoolView, load: Load, alive: Mask) -> float:
+    def saturation(self, view: PoolView, load: Load, alive: Mask, now: float) -> float:
         """How full those of `alive` are: 1 and above is saturated."""
         ...
 

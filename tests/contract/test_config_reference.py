@@ -74,15 +74,15 @@ def test_the_default_profile_with_file_discovery() -> None:
     assembly = build(loaded, PoolStore().view, b"secret")
     assert assembly.discovery == FileDiscoverySpec("/etc/warmroute/endpoints.yaml", watch=False)
     assert assembly.metrics_source == MetricsSourceSpec("http", "/metrics", True, None)
-    assert isinstance(assembly.handler, SingleProfileHandler)
-    profile = assembly.handler.profile
+    assert isinstance(assembly.plugins.handler, SingleProfileHandler)
+    profile = assembly.plugins.handler.profile
     assert [(step.name, step.weight) for step in profile.scorers] == [
         ("queue-scorer", 2),
         ("kv-cache-utilization-scorer", 2),
         ("prefix-cache-scorer", 3),
     ]
     assert (profile.filters, profile.picker.name) == ((), "max-score-picker")
-    assert [name for name, _ in assembly.producers] == ["approx-prefix-cache-producer"]
+    assert assembly.plugins.producers == (assembly.named["approx-prefix-cache-producer"],)
 
 
 def test_it_is_the_default_configuration() -> None:
@@ -102,9 +102,9 @@ def test_it_is_the_default_configuration() -> None:
 def test_two_prefix_caches() -> None:
     loaded = load_config((DATA / "tiered-prefix-cache-cpu.yaml").read_bytes(), "file")
     assembly = build(loaded, PoolStore().view, b"secret")
-    assert {name: producer.provides for name, producer in assembly.producers} == {
-        "approx-prefix-cache-producer": (FactKey(PREFIX_MATCH, "approx-prefix-cache-producer"),),
-        "cpu-prefix-cache-producer": (FactKey(PREFIX_MATCH, "cpu-prefix-cache-producer"),),
+    assert {producer.provides for producer in assembly.plugins.producers} == {
+        (FactKey(PREFIX_MATCH, "approx-prefix-cache-producer"),),
+        (FactKey(PREFIX_MATCH, "cpu-prefix-cache-producer"),),
     }
 
 

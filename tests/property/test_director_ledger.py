@@ -6,7 +6,7 @@ is left anywhere.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from epp import director as director_module
 from epp.config.load import build, default_config
-from epp.director import Director, Plugins, Prepared, Refusal
+from epp.director import Director, Prepared, Refusal
 from epp.payload.records import RawRequest, Usage
 from epp.pool.ledger import InflightLedger
 from epp.pool.records import Endpoint, PoolView
@@ -95,15 +95,15 @@ class World:
         for member in assembly.members:
             self.store.add_member(member)
         moody = Moody()
-        producers = tuple(producer for _, producer in assembly.producers)
+        plugins = assembly.plugins
         self.director = make_director(
             self.store,
             self.ledger,
-            Plugins(
-                assembly.handler,
-                (*producers, moody),
-                (*assembly.placed, moody),
-                (*assembly.answered, moody),
+            replace(
+                plugins,
+                producers=(*plugins.producers, moody),
+                placed=(*plugins.placed, moody),
+                answered=(*plugins.answered, moody),
             ),
             Recorder(),
             Random(5),

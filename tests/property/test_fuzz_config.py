@@ -97,7 +97,7 @@ def problems(text: str) -> tuple[Problem, ...]:
         assembly = build(loaded, PoolStore().view, secret=b"s")
     except ConfigError as error:
         return error.problems
-    assert assembly.handler is not None
+    assert assembly.plugins.handler is not None
     assert load_config(str(effective(loaded)), "file.yaml").profiles
     return ()
 

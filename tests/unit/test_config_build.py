@@ -79,8 +79,14 @@ def assemble(text: str, among: Registry | None = None) -> Assembly:
 
 
 def scorer_of(assembly: Assembly, name: str) -> Any:
-    assert isinstance(assembly.handler, SingleProfileHandler)
-    return next(step.scorer for step in assembly.handler.profile.scorers if step.name == name)
+    assert isinstance(assembly.plugins.handler, SingleProfileHandler)
+    return next(step.scorer for step in assembly.plugins.handler.profile.scorers if step.name == name)
+
+
+def producers(assembly: Assembly) -> list[str]:
+    """Names of the data producers, in the order they run."""
+    names = {id(made): name for name, made in assembly.named.items()}
+    return [names[id(producer)] for producer in assembly.plugins.producers]
 
 
 # -- built-ins --------------------------------------------------------------------------------------
@@ -88,11 +94,11 @@ def scorer_of(assembly: Assembly, name: str) -> Any:
 
 def test_the_default_assembly() -> None:
     assembly = build(default_config(), PoolStore().view, b"secret")
-    ((name, producer),) = assembly.producers
-    assert name == "approx-prefix-cache-producer"
+    (producer,) = assembly.plugins.producers
+    assert producer is assembly.named["approx-prefix-cache-producer"]
     assert isinstance(producer, ApproximatePrefixProducer)
-    assert producer in assembly.placed
-    assert producer in assembly.answered
+    assert producer in assembly.plugins.placed
+    assert producer in assembly.plugins.answered
     assert producer in assembly.members
     assert producer in assembly.refreshed
     assert assembly.discovery is None
@@ -116,7 +122,7 @@ dataLayer: {discovery: {pluginRef: pods}}
 
 def test_the_estimating_token_producer_is_no_data_producer() -> None:
     assembly = assemble("plugins: [{type: token-producer}, {type: prefix-cache-scorer}]\n")
-    assert [name for name, _ in assembly.producers] == ["approx-prefix-cache-producer"]
+    assert producers(assembly) == ["approx-prefix-cache-producer"]
 
 
 def test_declared_facts_are_those_of_the_plugin() -> None:
@@ -153,7 +159,7 @@ schedulingProfiles:
     assert isinstance(made, ColourScorer)
     assert (made.context.name, made.context.secret) == ("mine", b"secret")
     assert made.params == ColourParams("green")
-    for hooks in (assembly.placed, assembly.answered, assembly.members, assembly.refreshed):
+    for hooks in (assembly.plugins.placed, assembly.plugins.answered, assembly.members, assembly.refreshed):
         assert made in hooks
 
 
@@ -262,7 +268,7 @@ def test_producers_stand_after_those_they_need() -> None:
     """A diamond: d needs b and c, which need a."""
     among = registry(maker("d", "b", "c"), maker("b", "a"), maker("c", "a"), maker("a"))
     text = "plugins: [{type: d}, {type: c}, {type: b}, {type: a}]\n"
-    order = [name for name, _ in assemble(text, among).producers if name in "abcd"]
+    order = [name for name in producers(assemble(text, among)) if name in "abcd"]
     assert order.index("a") < min(order.index("b"), order.index("c"))
     assert order.index("d") == 3
 
@@ -294,4 +300,4 @@ plugins:
 - type: theirs
 - {type: prefix-cache-scorer, parameters: {prefixMatchInfoProducerName: theirs}}
 """
-    assert [name for name, _ in assemble(text, registry(theirs)).producers] == ["theirs"]
+    assert producers(assemble(text, registry(theirs))) == ["theirs"]

@@ -2,6 +2,7 @@
 
 import gzip
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import msgspec
@@ -9,19 +10,20 @@ import numpy as np
 import pytest
 
 from epp.director import TIMED_EVERY, Director, Plugins, Prepared, Refusal
-from epp.errors import BadRequest, NoEndpoints, PayloadTooLarge
+from epp.errors import BadRequest, NoEndpoints, PayloadTooLarge, RequestError, Saturated
 from epp.payload.records import Api, RawRequest, Usage
 from epp.pool.ledger import InflightLedger
-from epp.pool.records import Endpoint
+from epp.pool.records import Endpoint, Mask
 from epp.pool.store import PoolStore
 from epp.scheduling.pickers import MaxScorePicker, MaxScorePickerParams
-from epp.scheduling.ports import Ctx
+from epp.scheduling.ports import AGENT_IDENTITY, Attributes, Ctx
 from epp.scheduling.profiles import PickerStep, Profile, ScorerStep, SingleProfileHandler
 from epp.scheduling.records import (
     PREFIX_MATCH,
     AnswerFact,
     AnswerHeaders,
     Cause,
+    Edits,
     Ended,
     FactKey,
     FirstToken,
@@ -115,7 +117,7 @@ class Bench:
         self.director = Director(
             self.store,
             self.ledger,
-            Plugins(handler, plugins.producers, plugins.placed, plugins.answered),
+            replace(plugins, handler=handler),
             self.recorder,
             Random(1),
             max_body_bytes=1000,
@@ -211,7 +213,7 @@ def test_an_answer_from_outside_the_pool_is_reported_and_still_released() -> Non
 
 def test_a_failing_plugin_costs_its_facts_never_the_request() -> None:
     broken = Broken()
-    plugins = Plugins(handler_only().handler, (broken,), (broken,), (broken,))
+    plugins = Plugins(handler_only().handler, producers=(broken,), placed=(broken,), answered=(broken,))
     bench = Bench(2, plugins)
     placement = bench.place()
     bench.director.observe(placement.ticket, Ended(Cause.NATURAL, None, 0, 0), 2.0)
@@ -360,3 +362,101 @@ def test_plugins_are_timed_on_one_request_in_so_many() -> None:
         "max-score-picker",
     }
     assert all(timing.seconds == 1.0 for timing in placement.serving.decision.timings)
+
+
+# -- hooks around the choice ------------------------------------------------------------------------
+
+BODY = b'{"model":"m","prompt":"hello"}'
+
+
+class Agent:
+    def read(self, raw: RawRequest) -> Attributes:
+        return {AGENT_IDENTITY: "agent-7"}
+
+
+class BrokenHook:
+    def read(self, raw: RawRequest) -> Attributes:
+        raise RuntimeError("planted")
+
+
+class OnlySlot:
+    """A screener and a filter of one slot; -1 = none."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+
+    def screen(self, ctx: Ctx, alive: Mask) -> Mask:
+        kept = np.zeros(len(alive), np.bool_)
+        if self.slot >= 0:
+            kept[self.slot] = True
+        return kept
+
+
+class Denies:
+    def __init__(self, error: RequestError) -> None:
+        self.error = error
+        self.asked = 0
+
+    def admit(self, ctx: Ctx, alive: Mask) -> None:
+        self.asked += 1
+        raise self.error
+
+
+class Stamps:
+    """Sets one header for the engine and one on the answer."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def placed(self, ctx: Ctx, ticket: Ticket) -> Edits | None:
+        return ((self.name, b"to the engine"),)
+
+    def observe(self, ticket: Ticket, fact: AnswerFact, now: float) -> Edits | None:
+        return ((self.name, b"to the client"),) if isinstance(fact, AnswerHeaders) else None
+
+
+def test_the_fairness_header_beats_the_agent_and_the_agent_beats_the_default() -> None:
+    bench = Bench(1, replace(handler_only(), request_hooks=(BrokenHook(), Agent())))
+    named = bench.raw(BODY, **{"x-llm-d-inference-fairness-id": "flow-1"})
+    assert bench.director.prepare(named, 0.0).flow == "flow-1"
+    assert bench.director.prepare(bench.raw(BODY), 0.0).flow == "agent-7"
+    assert len(bench.recorder.failed) == 2
+    plain = Bench(1)
+    assert plain.director.prepare(plain.raw(BODY), 0.0).flow == "default-flow"
+
+
+def test_screeners_are_intersected_and_may_leave_nobody() -> None:
+    one = Bench(3, replace(handler_only(), screeners=(OnlySlot(1),)))
+    assert one.place().serving.decision.slots == (1,)
+    none = Bench(3, replace(handler_only(), screeners=(OnlySlot(1), OnlySlot(2))))
+    outcome = none.director.submit(none.director.prepare(none.raw(BODY), 0.0), 0.0)
+    assert isinstance(outcome, Refusal)
+    assert isinstance(outcome.error, NoEndpoints)
+    assert outcome.error.message == "screeners eliminated all endpoint candidates"
+
+
+@pytest.mark.parametrize("kind", ["admission", "admitters"])
+def test_who_is_turned_away_is_not_charged_and_gets_the_plugins_own_status(kind: str) -> None:
+    denies = Denies(Saturated("planted"))
+    chosen = {"admission": denies} if kind == "admission" else {"admitters": (denies,)}
+    bench = Bench(1, replace(handler_only(), **chosen))  # type: ignore[arg-type]
+    outcome = bench.director.submit(bench.director.prepare(bench.raw(BODY), 0.0), 0.0)
+    assert isinstance(outcome, Refusal)
+    assert outcome.error is denies.error
+    assert (bench.ledger.total_requests, bench.director.in_flight, denies.asked) == (0, 0, 1)
+
+
+def test_headers_of_plugins_reach_engine_and_client() -> None:
+    bench = Bench(
+        1,
+        replace(
+            handler_only(),
+            placed=(Stamps("x-one"), Broken(), Stamps("x-two")),
+            answered=(Stamps("x-one"), Broken(), Stamps("x-two")),
+        ),
+    )
+    placement = bench.place()
+    assert placement.set_headers == (("x-one", b"to the engine"), ("x-two", b"to the engine"))
+    edits = bench.director.observe(placement.ticket, AnswerHeaders(200, None, False), 1.0)
+    assert edits == (("x-one", b"to the client"), ("x-two", b"to the client"))
+    assert bench.director.observe(placement.ticket, FirstToken(), 1.0) == ()

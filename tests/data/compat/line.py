@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from epp.config.load import build, default_config, load_config
-from epp.director import Director, Plugins, Refusal
+from epp.director import Director, Refusal
 from epp.errors import RequestError
 from epp.extproc import codec
 from epp.extproc.exchange import Exchange
@@ -83,12 +83,7 @@ class Line:
         self.director = Director(
             self.store,
             self.ledger,
-            Plugins(
-                self.assembly.handler,
-                tuple(producer for _, producer in self.assembly.producers),
-                self.assembly.placed,
-                self.assembly.answered,
-            ),
+            self.assembly.plugins,
             RuntimeRecorder(self.metrics, self.store.view),
             Random(7),
             max_body_bytes=Limits().body_bytes,
