@@ -16,7 +16,7 @@ demo: $(DEV) $(ENVOY)  ## Envoy's round robin against Warmroute on 8 simulated e
 	.venv/bin/warmroute demo $(ARGS)
 
 test: $(DEV) $(ENVOY)  ## all tests that take no minutes, real Envoy included (ARGS="-k name", ...)
-	.venv/bin/pytest tests e2e -m "not slow and not go" $(ARGS)
+	.venv/bin/pytest tests e2e -n 2 --dist loadscope --no-loadscope-reorder -m "not slow and not go" $(ARGS)
 
 test-slow: $(DEV) $(ENVOY)  ## the tests that take minutes (having none is no failure: pytest says so by 5)
 	.venv/bin/pytest tests e2e -m "slow and not go" $(ARGS) || [ $$? -eq 5 ]

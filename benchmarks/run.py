@@ -14,12 +14,25 @@ from pathlib import Path
 
 import click
 
-from benchmarks.rows import answers, header_blocks, index, machine, requests, resident, scraping, transport
+from benchmarks.rows import (
+    answers,
+    apis,
+    header_blocks,
+    index,
+    machine,
+    plugins,
+    requests,
+    resident,
+    scraping,
+    transport,
+)
 from benchmarks.rows.timing import FULL, SMOKE, Effort, Result, calibration_ms
 
 SECTIONS: dict[str, Callable[[Effort], list[Result]]] = {
     "choosing": requests.choosing,
     "counting": requests.counting,
+    "apis": apis.preparing,
+    "plugins": plugins.costs,
     "long-prompt": requests.long_prompt,
     "index-lookup": index.lookups,
     "index-memory": index.memory,

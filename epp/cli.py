@@ -1,6 +1,7 @@
 """The `warmroute` command."""
 
 import builtins
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import msgspec
 
 from epp.durations import Duration
 from epp.errors import ConfigError, WarmrouteError
-from epp.runtime.options import FlagSpec, Options, flags
+from epp.runtime.flag_values import REFUSED, Size
+from epp.runtime.options import FlagSpec, Options, completed, flags
 
 _TRUE, _FALSE = ("1", "t", "T", "true", "TRUE", "True"), ("0", "f", "F", "false", "FALSE", "False")
 
@@ -55,6 +57,18 @@ class GoDuration(click.ParamType[Duration]):
             return self.fail(str(error), param, ctx)
 
 
+class GoSize(click.ParamType[Size]):
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Size:
+        if isinstance(value, Size):
+            return value
+        try:
+            return Size.parse(value)
+        except ValueError as error:
+            return self.fail(str(error), param, ctx)
+
+
 def _option(flag: FlagSpec) -> click.Option:
     # click would put the default, written the Go way, into parentheses.
     text = f"{flag.help}  [default: {flag.shown_default}]" if flag.shown_default else flag.help
@@ -68,9 +82,21 @@ def _option(flag: FlagSpec) -> click.Option:
             shared["type"] = str
         case _ if flag.kind is Duration:
             shared["type"] = GoDuration()
+        case _ if flag.kind is Size:
+            shared["type"] = GoSize()
         case _:
             shared = {"help": text, "multiple": True}
     return click.Option([*flag.names, flag.field], **shared)
+
+
+def _refused(flag: str, why: str) -> click.Option:
+    """An option that no value makes right: using it says why."""
+
+    def refuse(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            raise click.UsageError(f"{flag}: {why}", ctx)
+
+    return click.Option([flag], hidden=True, expose_value=False, callback=refuse)
 
 
 def run(action: Callable[[], None]) -> None:
@@ -100,16 +126,20 @@ def _serve(**values: Any) -> None:
     # gRPC reads it when loaded. Its lines go to stderr past our format; what matters of them is in ours.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from epp.runtime import logs
-    from epp.runtime.app import serve
-
-    values["pool_namespace"] = values["pool_namespace"] or os.environ.get("NAMESPACE", "default")
-    options = Options(**values)
+    from epp.runtime.app import serve, validate
+    from epp.runtime.tracing_setup import tracing_setup
 
     def action() -> None:
+        options = Options(**values)
         if problems := tuple(options.problems()):
             raise ConfigError("command line", *problems)
-        logs.set_up(options.zap_encoder, options.v)
-        serve(options)
+        options = completed(options, os.environ)
+        logs.set_up(options.log_format, options.verbosity)
+        tracing = tracing_setup(os.environ) if options.tracing else None
+        if options.validate_only:
+            validate(options, tracing)
+        else:
+            serve(options, tracing)
 
     run(action)
 
@@ -118,7 +148,7 @@ main.add_command(
     click.Command(
         "serve",
         callback=_serve,
-        params=[_option(flag) for flag in flags()],
+        params=[*map(_option, flags()), *(_refused(flag, why) for flag, why in REFUSED.items())],
         help="Run the endpoint picker: the ext-proc service that Envoy asks for every request.",
         short_help="Run the endpoint picker.",
     )
@@ -132,16 +162,35 @@ def config() -> None:
 
 @config.command("check")
 @click.argument("file", type=click.Path(path_type=Path))
-def config_check(file: Path) -> None:
+@click.option(
+    "--allow-experimental-plugins",
+    type=GoBool(),
+    is_flag=False,
+    flag_value="true",
+    default=False,
+    help="Allow plugins that are alpha.",
+)
+def config_check(file: Path, allow_experimental_plugins: bool) -> None:
     """Say what is wrong with FILE, or print the effective configuration and where each value comes from."""
     from epp.config.check import effective
     from epp.runtime.app import read_config
 
     def action() -> None:
-        loaded = read_config(Options(config_file=str(file)))
+        loaded = read_config(
+            Options(config_file=str(file), allow_experimental_plugins=allow_experimental_plugins)
+        )
         click.echo(effective(loaded))
 
     run(action)
+
+
+@config.command("schema")
+def config_schema() -> None:
+    """Print the JSON Schema of the file, with the parameters of every plugin type that is installed."""
+    from epp.config.json_schema import json_schema
+    from epp.config.registry import built_in_registry
+
+    run(lambda: click.echo(json.dumps(json_schema(built_in_registry()), indent=2)))
 
 
 @main.command()

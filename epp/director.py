@@ -16,8 +16,11 @@ import numpy as np
 
 from epp import names
 from epp.errors import BadRequest, NoEndpoints, RequestError
-from epp.payload.records import Api, Headers, InferenceRequest, RawRequest
+from epp.flow.objectives import Objectives
+from epp.payload.apis import DEFAULT_PARSERS, DIALECTS, ParserSet
+from epp.payload.records import Headers, InferenceRequest, RawRequest
 from epp.payload.request import Parsed, parse_request, rewrite_model
+from epp.payload.rewrite import Rewrite, RewriteRules
 from epp.pool.ledger import InflightLedger
 from epp.pool.records import Mask
 from epp.pool.store import PoolStore
@@ -31,17 +34,20 @@ from epp.scheduling.ports import (
     DataProducer,
     Placed,
     ProfileHandler,
+    Reporter,
     RequestHook,
     Screener,
 )
 from epp.scheduling.records import (
     AnswerFact,
     AnswerHeaders,
+    Completed,
     Edits,
     Ended,
     Facts,
     FirstToken,
     Leg,
+    Metadata,
     Placement,
     PrefixMatch,
     Progress,
@@ -61,6 +67,7 @@ class Prepared(msgspec.Struct, frozen=True):
         flow: fairness id, for metrics and queues.
         priority: of the request's objective; below 0 it may be shed.
         attributes: what request hooks found out.
+        rewrite: the rule that chose the target model; None where none did.
         body: what to forward in place of the client's body; None = unchanged.
         remove_headers: request headers that no longer describe the body.
         body_bytes: size as received.
@@ -77,6 +84,7 @@ class Prepared(msgspec.Struct, frozen=True):
     headers: Headers = ()
     priority: int = 0
     attributes: Attributes = NO_ATTRIBUTES
+    rewrite: Rewrite | None = None
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -110,9 +118,13 @@ class Plugins:
     Attributes:
         admission: decides on the request alone, before its candidates are looked at.
         admitters: decide when the facts are there.
+        sampled: stands in on every `TIMED_EVERY`-th request, the same plugins with their time taken.
     """
 
     handler: ProfileHandler
+    parsers: ParserSet = DEFAULT_PARSERS
+    objectives: Objectives = Objectives({})
+    rewrites: RewriteRules = RewriteRules()
     request_hooks: tuple[RequestHook, ...] = ()
     admission: Admitter | None = None
     screeners: tuple[Screener, ...] = ()
@@ -120,6 +132,8 @@ class Plugins:
     admitters: tuple[Admitter, ...] = ()
     placed: tuple[Placed, ...] = ()
     answered: tuple[Answered, ...] = ()
+    reporters: tuple[Reporter, ...] = ()
+    sampled: "Plugins | None" = None
 
 
 class Director:
@@ -137,7 +151,10 @@ class Director:
         use_subset: bool = True,
         plugin_clock: Callable[[], float] | None = None,
     ) -> None:
-        """`plugin_clock` times the plugins of every `TIMED_EVERY`-th request."""
+        """`plugins` may be replaced: a request keeps those it was placed with until it ends.
+
+        `plugin_clock` times the plugins of every `TIMED_EVERY`-th request.
+        """
         self.plugins = plugins
         self._store = store
         self._ledger = ledger
@@ -147,13 +164,25 @@ class Director:
         self._use_subset = use_subset
         self._plugin_clock = plugin_clock
         self._submitted = 0
-        self._tickets: dict[TicketId, tuple[Prepared, Ticket]] = {}
+        self._tickets: dict[TicketId, tuple[Prepared, Ticket, Plugins]] = {}
         self._ids = count(1)
 
     @property
     def in_flight(self) -> int:
         """Tickets that have not ended."""
         return len(self._tickets)
+
+    def follows(self, plugins: Plugins) -> bool:
+        """Whether a request placed with these has not ended."""
+        either = (plugins, plugins.sampled)
+        return any(used is one for _, _, used in self._tickets.values() for one in either)
+
+    def _for_next(self) -> Plugins:
+        """Those that the next request to be placed runs."""
+        plugins = self.plugins
+        if self._submitted % TIMED_EVERY or plugins.sampled is None:
+            return plugins
+        return plugins.sampled
 
     # -- before the choice ------------------------------------------------------------------------
 
@@ -163,17 +192,26 @@ class Director:
         Raises:
             BadRequest, PayloadTooLarge: the request cannot be understood.
         """
-        return self.prepare_parsed(raw, parse_request(raw, max_bytes=self._max_body_bytes), now)
+        parsers = self.plugins.parsers
+        return self.prepare_parsed(
+            raw, parse_request(raw, max_bytes=self._max_body_bytes, parsers=parsers), now
+        )
 
     def prepare_parsed(self, raw: RawRequest, parsed: Parsed, now: float) -> Prepared:
         """As `prepare`, for a body that was decoded elsewhere."""
         request = parsed.request
-        attributes = self._attributes(raw) if self.plugins.request_hooks else NO_ATTRIBUTES
+        plugins = self._for_next()
+        attributes = self._attributes(raw, plugins) if plugins.request_hooks else NO_ATTRIBUTES
         body: bytes | None = None
         remove_headers: tuple[str, ...] = ()
-        if request.api is not Api.PASSTHROUGH and raw.body_shown:
-            target = raw.header(*names.MODEL_NAME_REWRITE) or request.model
-            if not target:
+        rewrite: Rewrite | None = None
+        dialect = DIALECTS[request.api]
+        if raw.body_shown and (dialect.rewrites_model or dialect.needs_model):
+            if plugins.rewrites:
+                rewrite = plugins.rewrites.target(request.model, self._draw)
+            named = raw.header(*names.MODEL_NAME_REWRITE) if rewrite is None else rewrite.target
+            target = named or request.model
+            if dialect.needs_model and not target:
                 raise BadRequest("model not found in request body", param="model")
             if target != request.model:
                 rewritten = rewrite_model(parsed, target)
@@ -189,12 +227,14 @@ class Director:
             body_bytes=len(raw.body),
             received_at=now,
             headers=raw.headers,
+            priority=plugins.objectives.priority(raw.header(*names.OBJECTIVE)),
             attributes=attributes,
+            rewrite=rewrite,
         )
 
-    def _attributes(self, raw: RawRequest) -> Attributes:
+    def _attributes(self, raw: RawRequest, plugins: Plugins) -> Attributes:
         found: dict[str, str] = {}
-        for hook in self.plugins.request_hooks:
+        for hook in plugins.request_hooks:
             try:
                 found.update(hook.read(raw))
             except Exception as error:
@@ -203,13 +243,15 @@ class Director:
 
     # -- the choice -------------------------------------------------------------------------------
 
-    def submit(self, prepared: Prepared, now: float) -> Placement | Refusal:
+    def submit(self, prepared: Prepared, now: float, *, timed: bool = False) -> Placement | Refusal:
         """Choose endpoints, charge them, and let every hook know before the next request is looked at.
+
+        `timed`: time the plugins of the profile, whether or not it is this request's turn.
 
         Whatever it raises, it raises before the charge.
         """
-        plugins = self.plugins
-        clock = self._plugin_clock if self._submitted % TIMED_EVERY == 0 else None
+        plugins = self._for_next()
+        clock = self._plugin_clock if timed or self._submitted % TIMED_EVERY == 0 else None
         self._submitted += 1
         ctx = Ctx(
             prepared.request,
@@ -231,9 +273,10 @@ class Director:
             return Refusal(error)
         placement = Placement(TicketId(next(self._ids)), legs)
         slot = placement.serving.decision.slots[0]
+        kept = _without_content(prepared)
         ticket = Ticket(
             id=placement.ticket,
-            request=prepared.request,
+            request=kept.request,
             placement=placement,
             slot=slot,
             prefill_tokens=_uncached_tokens(prepared.request, ctx.facts, slot),
@@ -243,7 +286,7 @@ class Director:
             priority=prepared.priority,
         )
         self._recorder.placed(prepared, ticket, ctx)
-        self._tickets[ticket.id] = prepared, ticket
+        self._tickets[ticket.id] = kept, ticket, plugins
         self._ledger.charge(slot, ticket.prefill_tokens)
         edits: Edits = ()
         for hook in plugins.placed:
@@ -263,13 +306,13 @@ class Director:
                 alive &= screener.screen(ctx, alive)
             if not np.count_nonzero(alive):
                 raise NoEndpoints("screeners eliminated all endpoint candidates")
-        self._produce(ctx)
+        self._produce(plugins, ctx)
         for admitter in plugins.admitters:
             admitter.admit(ctx, alive)
         return plugins.handler.place(ctx, alive)
 
-    def _produce(self, ctx: Ctx) -> None:
-        for producer in self.plugins.producers:
+    def _produce(self, plugins: Plugins, ctx: Ctx) -> None:
+        for producer in plugins.producers:
             try:
                 producer.produce(ctx)
             except Exception as error:  # a plugin's fault costs its facts, never the request
@@ -296,7 +339,7 @@ class Director:
         found = self._tickets.get(ticket_id)
         if found is None:
             return ()
-        prepared, ticket = found
+        prepared, ticket, plugins = found
         match fact:
             case AnswerHeaders():
                 self._headers(ticket, fact, now)
@@ -311,7 +354,7 @@ class Director:
                 self._ledger.release(ticket.slot, ticket.prefill_tokens)
                 ticket.prefill_tokens = 0
         edits: Edits = ()
-        for hook in self.plugins.answered:
+        for hook in plugins.answered:
             try:
                 edits += hook.observe(ticket, fact, now) or ()
             except Exception as error:
@@ -319,18 +362,56 @@ class Director:
         self._recorder.observed(prepared, ticket, fact, now)
         return edits
 
+    def report(self, ticket_id: TicketId, completed: Completed) -> Metadata:
+        """What plugins want the proxy to know of an answer whose end is about to be sent on."""
+        found = self._tickets.get(ticket_id)
+        if found is None:
+            return ()
+        _, ticket, plugins = found
+        metadata: Metadata = ()
+        for reporter in plugins.reporters:
+            try:
+                metadata += reporter.report(ticket, completed.usage) or ()
+            except Exception as error:
+                self._recorder.plugin_failed(reporter, error)
+        return metadata
+
     def _headers(self, ticket: Ticket, fact: AnswerHeaders, now: float) -> None:
         ticket.status = fact.status
         ticket.streaming = fact.streaming
         if fact.served:
-            served = self._store.slot_of(fact.served)
+            served = self._served(ticket, fact.served)
             if served != ticket.slot:
                 self._recorder.served_elsewhere(ticket, fact.served, served is not None)
             if served is not None and served != ticket.slot:
                 self._ledger.move(ticket.slot, served, ticket.prefill_tokens)
                 ticket.slot = served
+        if fact.load is not None:
+            self._store.reported(ticket.slot, fact.load, now)
         if fact.status < 500:  # above, it may be the proxy's own answer about an endpoint it cannot reach
             self._store.answering(ticket.slot, now)
+
+    def _served(self, ticket: Ticket, host_port: str) -> int | None:
+        """Slot of the endpoint that served: of the chosen ones at that address the first.
+
+        A chosen one may be named to the proxy by another address than its own: its pod's primary port, which
+        several ranks have in common.
+        """
+        leg = ticket.placement.serving
+        view = self._store.view
+        for slot, named in zip(leg.decision.slots, leg.endpoints, strict=False):
+            owner = view.endpoints[slot]
+            if named.host_port == host_port and owner is not None and owner.uid == named.uid:
+                if view.host_ports[slot] != host_port:
+                    return slot
+                break  # its own address, which a new member may have inherited
+        return self._store.slot_of(host_port)
+
+
+def _without_content(prepared: Prepared) -> Prepared:
+    """What is kept until the answer ends: nothing as large as a body, since no account is charged for it."""
+    request = msgspec.structs.replace(prepared.request, prompts=())
+    return msgspec.structs.replace(prepared, request=request, body=None)
 
 
 def _uncached_tokens(request: InferenceRequest, facts: Facts, slot: int) -> int:

@@ -23,9 +23,14 @@ class WarmrouteError(Exception):
 
 
 class RequestError(WarmrouteError):
-    """One request cannot be served. `message` is for the client: what was wrong, and what would be right."""
+    """One request cannot be served. `message` is for the client: what was wrong, and what would be right.
+
+    Attributes:
+        code: what the field's metrics call it.
+    """
 
     status: ClassVar[int]
+    code: ClassVar[str]
     type: ClassVar[str]
     reason: ClassVar[str | None] = None
     retry_after_s: ClassVar[int | None] = None
@@ -38,16 +43,19 @@ class RequestError(WarmrouteError):
 
 class BadRequest(RequestError):
     status = 400
+    code = "BadRequest"
     type = "invalid_request_error"
 
 
 class PayloadTooLarge(RequestError):
     status = 413
+    code = "PayloadTooLarge"
     type = "invalid_request_error"
 
 
 class Saturated(RequestError):
     status = 429
+    code = "ResourceExhausted"
     type = "rate_limit_error"
     reason = names.REJECTED_SATURATED
     retry_after_s = 1
@@ -55,11 +63,13 @@ class Saturated(RequestError):
 
 class InternalError(RequestError):
     status = 500
+    code = "Internal"
     type = "internal_error"
 
 
 class NoEndpoints(RequestError):
     status = 503
+    code = "ServiceUnavailable"
     type = "service_unavailable_error"
     reason = names.REJECTED_NO_ENDPOINTS
     retry_after_s = 1

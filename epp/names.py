@@ -52,6 +52,10 @@ CONTROL_HEADERS: Final = frozenset(
     }
 )
 
+# Headers of an answer in which an engine reports its load (Open Request Cost Aggregation).
+ENDPOINT_LOAD_METRICS: Final = "endpoint-load-metrics"
+ENDPOINT_LOAD_METRICS_BIN: Final = "endpoint-load-metrics-bin"
+
 # Reasons in the DROPPED_REASON header.
 REJECTED_SATURATED: Final = "rejected-saturated"
 REJECTED_NO_ENDPOINTS: Final = "rejected-no-endpoints"

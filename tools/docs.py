@@ -4,14 +4,20 @@ import argparse
 import sys
 from pathlib import Path
 
-from epp.runtime import metrics_table, options
+from epp.config.reference import plugin_reference
+from epp.config.registry import built_in_registry
+from epp.runtime import legacy_metrics, metrics_table, options
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def pages() -> dict[str, str]:
     """Path below the repository and content."""
-    return {"docs/flags.md": options.reference(), "docs/metrics.md": metrics_table.reference()}
+    return {
+        "docs/flags.md": options.reference(),
+        "docs/metrics.md": metrics_table.reference() + legacy_metrics.reference(),
+        "docs/plugins.md": plugin_reference(built_in_registry()),
+    }
 
 
 def stale(root: Path) -> list[str]:

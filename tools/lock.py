@@ -18,7 +18,7 @@ COMPILE = (
 
 # Output, then what goes in. The picker's own lock follows the developers', so that both agree on versions.
 LOCKS = (
-    ("dev.txt", ("pyproject.toml", "--extra", "lab", "--group", "dev")),
+    ("dev.txt", ("pyproject.toml", "--all-extras", "--group", "dev")),
     ("runtime.txt", ("pyproject.toml", "--constraints", "requirements/dev.txt")),
     ("envoy.txt", ("--group", "pyproject.toml:envoy")),
     ("fuzz.txt", ("pyproject.toml", "--group", "fuzz", "--constraints", "requirements/dev.txt")),

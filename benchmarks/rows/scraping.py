@@ -11,7 +11,8 @@ from benchmarks.rows.children import page_server, serve
 from benchmarks.rows.machine import process_cpu_s, resident_mib
 from benchmarks.rows.picker import PAGE
 from benchmarks.rows.timing import Effort, Result, cpu_us
-from epp.pool.metrics_page import read_page
+from epp.pool.engines import VLLM
+from epp.pool.metrics_page import PageReader
 from epp.pool.records import Endpoint
 from epp.pool.store import PoolStore
 from epp.runtime.scrape import Scraper
@@ -24,6 +25,7 @@ SETTLE_SHARE = 0.1
 def one_page(effort: Effort) -> list[Result]:
     """Fetch and read of a vLLM page, 100 endpoints every 200 ms, in the groups of real traffic."""
     page = PAGE.read_bytes()
+    read_page = PageReader(VLLM).read
     reading = cpu_us(lambda: read_page(page), effort, inner=max(1, effort.inner // 10))
     with page_server(ENDPOINTS) as ports:
         samples = uvloop.run(_scraped(ports, effort))

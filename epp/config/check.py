@@ -10,8 +10,8 @@ import msgspec
 
 from epp import names
 from epp.config.document import plain_value
-from epp.config.loaded import LoadedConfig, LoadedPlugin, LoadedProfile, Origin
-from epp.config.spec import Kind
+from epp.config.loaded import LoadedConfig, LoadedPlugin, LoadedProfile, LoadedSource, Origin
+from epp.config.spec import AT_START, Kind
 from epp.durations import Duration
 
 _PLAIN: Final = re.compile(r"[A-Za-z_/$][\w./$-]*(=[\w.-]+)?")
@@ -43,8 +43,8 @@ class Effective:
         return "\n".join([*head, *body]) + "\n"
 
 
-def effective(loaded: LoadedConfig) -> Effective:
-    """Everything that `loaded` came to."""
+def effective(loaded: LoadedConfig, started: LoadedConfig | None = None) -> Effective:
+    """Everything that `loaded` came to; where `started` is given, with its data layer in place of its own."""
     head = {
         "apiVersion": _given(loaded, "$.apiVersion", names.API_VERSION),
         "kind": _given(loaded, "$.kind", names.CONFIG_KIND),
@@ -52,11 +52,55 @@ def effective(loaded: LoadedConfig) -> Effective:
     tree: Mapping[str, Tree] = {
         **head,
         "featureGates": _gates(loaded),
-        "plugins": [_plugin(loaded, plugin) for plugin in loaded.plugins],
+        "plugins": _plugins(loaded, started),
         "schedulingProfiles": [_profile(loaded, profile) for profile in loaded.profiles],
-        "dataLayer": _data_layer(loaded),
+        "dataLayer": _data_layer(loaded) if started is None else _from_start(_data_layer(started)),
+        "flowControl": {"saturationDetector": {"pluginRef": _detector(loaded)}},
+        **_parsers(loaded),
+        **_objectives(loaded),
+        **_model_rewrites(loaded),
     }
     return Effective(tree, loaded.warnings)
+
+
+def _detector(loaded: LoadedConfig) -> Value:
+    """The detector's name, with the line of the place that counts."""
+    value = loaded.document.value
+    new = (value.get("flowControl") or {}).get("saturationDetector")
+    path = "$.saturationDetector" if new is None else "$.flowControl.saturationDetector"
+    return _given(loaded, f"{path}.pluginRef", loaded.detector)
+
+
+def _parsers(loaded: LoadedConfig) -> Mapping[str, Tree]:
+    """The section, with the line of each reference in whichever place it stands."""
+    if loaded.parsers is None:
+        return {}
+    listed = (loaded.document.value.get("requestHandler") or {}).get("parsers")
+    paths = [f"$.requestHandler.parsers[{index}].pluginRef" for index in range(len(loaded.parsers))]
+    references: list[Tree] = [
+        {"pluginRef": _given(loaded, path if listed else "$.parser.pluginRef", name)}
+        for path, name in zip(paths, loaded.parsers, strict=True)
+    ]
+    return {"requestHandler": {"parsers": references}}
+
+
+def _objectives(loaded: LoadedConfig) -> Mapping[str, Tree]:
+    shown: list[Tree] = []
+    for index, (name, priority) in enumerate(loaded.objectives.items()):
+        path = f"$.objectives[{index}]"
+        shown.append(
+            {
+                "name": _given(loaded, f"{path}.name", name),
+                "priority": _given(loaded, f"{path}.priority", priority),
+            }
+        )
+    return {"objectives": shown} if shown else {}
+
+
+def _model_rewrites(loaded: LoadedConfig) -> Mapping[str, Tree]:
+    """As the file has them: what is not written there has no value either."""
+    below = loaded.document.value.get("modelRewrites")
+    return {"modelRewrites": _tree(loaded, below, "$.modelRewrites")} if below else {}
 
 
 def _given(loaded: LoadedConfig, path: str, value: Any) -> Value:
@@ -71,6 +115,27 @@ def _gates(loaded: LoadedConfig) -> Tree:
     return [
         _given(loaded, places.get(gate, ""), f"{gate}={str(on).lower()}") for gate, on in loaded.gates.items()
     ]
+
+
+def _plugins(loaded: LoadedConfig, started: LoadedConfig | None) -> Tree:
+    if started is None:
+        return [_plugin(loaded, plugin) for plugin in loaded.plugins]
+    kept = [plugin for plugin in started.plugins if plugin.spec.kind in AT_START]
+    own = [plugin for plugin in loaded.plugins if plugin.spec.kind not in AT_START]
+    return [
+        *(_plugin(loaded, plugin) for plugin in own),
+        *(_from_start(_plugin(started, plugin)) for plugin in kept),
+    ]
+
+
+def _from_start(tree: Tree) -> Tree:
+    """The same values, with the start as their origin."""
+    match tree:
+        case Value():
+            return Value(tree.value, Origin.START)
+        case list():
+            return [_from_start(item) for item in tree]
+    return {key: _from_start(item) for key, item in tree.items()}
 
 
 def _plugin(loaded: LoadedConfig, plugin: LoadedPlugin) -> Tree:
@@ -124,25 +189,23 @@ def _profile(loaded: LoadedConfig, profile: LoadedProfile) -> Tree:
 
 
 def _data_layer(loaded: LoadedConfig) -> Tree:
-    lines = loaded.document.lines
-    source, extractor = "", ""
-    for index, entry in enumerate((loaded.document.value.get("dataLayer") or {}).get("sources") or []):
-        source = f"$.dataLayer.sources[{index}].pluginRef"
-        for number, _ in enumerate(entry.get("extractors") or []):
-            extractor = f"$.dataLayer.sources[{index}].extractors[{number}].pluginRef"
     shown: dict[str, Tree] = {
         "injectDefaults": _given(loaded, "$.dataLayer.injectDefaults", loaded.inject_defaults),
-        "sources": [
-            {
-                "pluginRef": _given(loaded, source, loaded.metrics_source),
-                "extractors": [{"pluginRef": _given(loaded, extractor, loaded.extractor)}],
-            }
-        ],
+        "sources": [_source(loaded, source) for source in loaded.sources] or Value([], Origin.DEFAULT),
     }
     if loaded.discovery is not None:
         path = "$.dataLayer.discovery.pluginRef"
-        shown["discovery"] = {"pluginRef": Value(loaded.discovery, Origin.FILE, lines.get(path))}
+        shown["discovery"] = {"pluginRef": _given(loaded, path, loaded.discovery)}
     return shown
+
+
+def _source(loaded: LoadedConfig, source: LoadedSource) -> Tree:
+    extractors: list[Tree] = [
+        {"pluginRef": _given(loaded, f"{source.path}.extractors[{index}].pluginRef", name)}
+        for index, name in enumerate(source.extractors)
+    ]
+    shown: dict[str, Tree] = {"pluginRef": _given(loaded, f"{source.path}.pluginRef", source.name)}
+    return {**shown, "extractors": extractors} if extractors else shown
 
 
 # -- YAML -------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import msgspec
 
 from epp.config.document import Document
 from epp.config.spec import PluginSpec
+from epp.payload.rewrite import ModelRewrite
 
 
 class Origin(StrEnum):
@@ -16,6 +17,7 @@ class Origin(StrEnum):
 
     FILE = "file"
     DEFAULT = "default"
+    START = "kept from the start: restart needed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +59,28 @@ class LoadedProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedSource:
+    """A data source by name, and what reads its answers; `path` is empty where it is there by default."""
+
+    name: str
+    extractors: tuple[str, ...]
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedConfig:
     """A valid configuration, complete with defaults.
 
     Attributes:
         gates: every feature gate.
         plugins: those of the file in its order, then those there by default.
-        handler, metrics_source, extractor, discovery: names of plugins; discovery None = not by plugin.
+        handler, discovery: names of plugins; discovery None = not by plugin.
         producers: names of the data producers, each after those whose facts it needs.
+        detector: name of the saturation detector.
+        admitters, screeners, request_hooks: names of the plugins of these kinds.
+        parsers: names of the parsers to try, in order; None = the default ones.
+        objectives: priorities by name.
+        model_rewrites: the one that comes first takes precedence.
     """
 
     document: Document
@@ -73,10 +89,16 @@ class LoadedConfig:
     profiles: tuple[LoadedProfile, ...]
     handler: str
     producers: tuple[str, ...]
-    metrics_source: str
-    extractor: str
+    sources: tuple[LoadedSource, ...]
     inject_defaults: bool
     discovery: str | None
+    detector: str
+    admitters: tuple[str, ...]
+    screeners: tuple[str, ...]
+    request_hooks: tuple[str, ...]
+    parsers: tuple[str, ...] | None
+    objectives: Mapping[str, int]
+    model_rewrites: tuple[ModelRewrite, ...]
     warnings: tuple[str, ...]
 
     @property

@@ -1,6 +1,6 @@
 """Which plugin types there are: built in, known but not supported yet, offered by installed packages."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Final
@@ -43,13 +43,19 @@ def _installed(type_name: str) -> Iterable[tuple[str, Callable[[], object]]]:
     return [(point.value, point.load) for point in found]
 
 
+def _offered() -> Iterable[str]:
+    """Every type that other packages offer."""
+    return entry_points(group=ENTRY_POINT_GROUP).names
+
+
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """Plugin types by name. `installed` lists what other packages offer under a name."""
+    """Plugin types by name. `installed` lists what other packages offer under a name, `offered` all names."""
 
     specs: Mapping[str, PluginSpec]
     not_yet: Mapping[str, KnownType]
     installed: Callable[[str], Iterable[tuple[str, Callable[[], object]]]] = _installed
+    offered: Callable[[], Iterable[str]] = _offered
 
     def find(self, type_name: str) -> PluginSpec | KnownType | None:
         """What `type_name` is; None = unknown. Code of other packages is loaded only when asked for by name.
@@ -66,6 +72,17 @@ class Registry:
         for place, load in offers:
             return _loaded(type_name, place, load)
         return self.not_yet.get(type_name)
+
+    def every(self) -> Iterator[PluginSpec]:
+        """All that can be used; loads code of other packages.
+
+        Raises:
+            PluginImportError: as `find`.
+        """
+        yield from self.specs.values()
+        for type_name in sorted(set(self.offered())):
+            if type_name not in self.specs and isinstance(spec := self.find(type_name), PluginSpec):
+                yield spec
 
     def types(self) -> list[str]:
         """Every supported type, then every other known one."""

@@ -2,7 +2,7 @@
 
 import re
 from math import isfinite
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -117,11 +117,15 @@ class PriorityBand(BandTemplate, frozen=True, kw_only=True):
 class DetectorRef(_Section, frozen=True):
     """A saturation detector by name; empty = the default one."""
 
-    plugin_ref: Name | None = None
+    plugin_ref: str = ""
 
 
 class FlowControl(_Section, frozen=True):
-    """Queues in front of the pool; used while the feature gate `flowControl` is on."""
+    """Queues in front of the pool; used while the feature gate `flowControl` is on.
+
+    Attributes:
+        saturation_detector: says when the pool is full. It counts without the gate too.
+    """
 
     max_bytes: Quantity | None = None
     max_requests: Quantity | None = None
@@ -141,8 +145,53 @@ class RequestHandler(_Section, frozen=True):
     parsers: tuple[PluginRef, ...] = ()
 
 
+class ObjectiveEntry(_Section, frozen=True):
+    """An objective: what it is called in requests, and its priority; below 0 they may be shed."""
+
+    name: Name
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
+
+
+class ModelMatch(_Section, frozen=True):
+    """A model's name in a request."""
+
+    value: Name
+    type: Literal["Exact"] = "Exact"
+
+
+class RewriteMatch(_Section, frozen=True):
+    """Which requests a rewrite rule is about."""
+
+    model: ModelMatch
+
+
+class RewriteTargetEntry(_Section, frozen=True):
+    """A model to ask for instead. Without any weight in the rule its targets get equal shares."""
+
+    model_rewrite: Name
+    weight: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+
+
+class RewriteRuleEntry(_Section, frozen=True):
+    """A rewrite rule: for one of the matches, or without any for every model."""
+
+    targets: tuple[RewriteTargetEntry, ...]
+    matches: tuple[RewriteMatch, ...] = ()
+
+
+class ModelRewriteEntry(_Section, frozen=True):
+    """Rewrite rules under one name."""
+
+    name: Name
+    rules: tuple[RewriteRuleEntry, ...]
+
+
 class EndpointPickerConfig(_Section, frozen=True):
-    """The whole file. `saturation_detector` and `parser` are deprecated places of fields further down."""
+    """The whole file.
+
+    `objectives` and `model_rewrites` have the form of the specs of InferenceObjective and
+    InferenceModelRewrite. `saturation_detector` and `parser` are deprecated places of fields further down.
+    """
 
     api_version: Name
     kind: Name
@@ -154,3 +203,5 @@ class EndpointPickerConfig(_Section, frozen=True):
     request_handler: RequestHandler | None = None
     saturation_detector: DetectorRef | None = None
     parser: PluginRef | None = None
+    objectives: tuple[ObjectiveEntry, ...] = ()
+    model_rewrites: tuple[ModelRewriteEntry, ...] = ()

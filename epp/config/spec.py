@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar, Final
 
 import msgspec
 
 from epp import names
+from epp.payload.estimate import Estimate
+from epp.pool.engines import ENGINES, VLLM, EngineSpec
 from epp.pool.records import PoolView
 from epp.scheduling.profiles import Profile
 from epp.scheduling.records import FactKey
@@ -35,6 +37,10 @@ class Kind(StrEnum):
     SCREENER = "screener"
     REQUEST_HOOK = "request hook"
     RESPONSE_HOOK = "response hook"
+
+
+# What sockets and files are opened for when the picker starts.
+AT_START: Final = (Kind.DISCOVERY, Kind.DATA_SOURCE, Kind.EXTRACTOR)
 
 
 class Stability(StrEnum):
@@ -74,6 +80,10 @@ class PluginSpec:
         replaced_by: set where the type is deprecated.
         needs: facts it reads, from its parameters.
         provides: kinds of fact it makes, each under its own name.
+        content: what a data source fetches or an extractor reads; they go together when it is the same.
+        state_parameters: attributes of `params` that shape what the plugin remembers. While they stay the
+            same, a plugin in use goes on under a new configuration, and is told the others by
+            `reconfigure(params)`. None: with any parameter changed it starts anew.
     """
 
     type: str
@@ -84,6 +94,8 @@ class PluginSpec:
     replaced_by: str | None = None
     needs: Callable[[Any], tuple[FactKey, ...]] = lambda params: ()
     provides: tuple[str, ...] = ()
+    content: str = ""
+    state_parameters: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +113,16 @@ class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
 
 @dataclass(frozen=True, slots=True)
 class TokenEstimateSpec:
-    """Prompts are counted at four bytes a token where they are parsed; nothing is to be started."""
+    """Prompts are counted where they are parsed, four bytes a token and media by `estimate`."""
+
+    estimate: Estimate = Estimate()
+
+
+@dataclass(frozen=True, slots=True)
+class ParserSpec:
+    """A parser of `epp.payload.apis.PARSERS` is in use."""
+
+    type: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +133,70 @@ class FileDiscoverySpec:
     watch: bool
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsSourceSpec:
-    """Scrape `scheme://endpoint/path`, every `interval_s` where it is set."""
+METRICS_PATH: Final = "/metrics"
 
+
+@dataclass(frozen=True, slots=True)
+class HttpSourceSpec:
+    """Fetch `scheme://endpoint/path` from every endpoint, every `interval_s` where it is set.
+
+    Attributes:
+        port: instead of the endpoint's own.
+        insecure_skip_verify: take any certificate. Otherwise it is verified with the authorities in
+            `ca_cert_path`, or those of the system.
+        client_cert_path, client_key_path: the picker's own certificate.
+    """
+
+    type: ClassVar[str]
     scheme: str = "http"
-    path: str = "/metrics"
+    path: str = "/"
     insecure_skip_verify: bool = True
     interval_s: float | None = None
+    port: int | None = None
+    ca_cert_path: str | None = None
+    client_cert_path: str | None = None
+    client_key_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsSourceSpec(HttpSourceSpec):
+    """The engines' metrics pages. Where the path is the usual one, that of each endpoint's engine counts."""
+
+    type: ClassVar[str] = "metrics-data-source"
+    path: str = METRICS_PATH
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsSourceSpec(HttpSourceSpec):
+    """The engines' lists of models."""
+
+    type: ClassVar[str] = "models-data-source"
+    path: str = "/v1/models"
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsExtractorSpec:
     """How pages are read: by the engine that the label `engine_label_key` names, else by `default_engine`."""
 
+    type: ClassVar[str] = "core-metrics-extractor"
     engine_label_key: str = names.ENGINE_LABELS[0]
-    default_engine: str = "vllm"
+    default_engine: str = VLLM.name
+    engines: tuple[EngineSpec, ...] = ENGINES
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsExtractorSpec:
+    """Lists of models are read as they are; there is nothing to choose."""
+
+    type: ClassVar[str] = "models-data-extractor"
+
+
+ExtractorSpec = MetricsExtractorSpec | ModelsExtractorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SourceUse:
+    """A data source and what reads its answers, in that order."""
+
+    source: HttpSourceSpec
+    extractors: tuple[ExtractorSpec, ...]

@@ -1,5 +1,6 @@
 """The answer's way through an exchange: read while it passes, folded into facts for the director."""
 
+from bisect import bisect_left
 from typing import Final
 
 from epp import names
@@ -31,14 +32,26 @@ from epp.extproc.records import (
     HeadersReply,
     Modes,
     Observe,
+    Reported,
     ResponseChunk,
     ResponseHeaders,
     ResponseTrailers,
     Send,
+    StreamedBodyReply,
     TrailersReply,
 )
-from epp.payload.answer import AnswerReader
-from epp.scheduling.records import AnswerHeaders, Cause, Ended, FirstToken, Progress, TicketId
+from epp.payload.answer import Answer
+from epp.scheduling.records import (
+    GAP_BOUNDS_S,
+    AnswerHeaders,
+    Cause,
+    Completed,
+    Ended,
+    FirstToken,
+    Gaps,
+    Progress,
+    TicketId,
+)
 
 RESPONSE = Direction.RESPONSE
 PROGRESS_INTERVAL_S: Final = 1.0
@@ -55,7 +68,8 @@ class AnswerSide:
     Attributes:
         stage: how far the answer has come.
         dropped: body messages that came after the body had ended.
-        awaiting_edit: the director was told of the headers and has not said what to change yet.
+        awaiting_edit: the director was asked for headers to set, or for metadata on the last reply, and has
+            not said yet.
         complete: the whole answer has passed.
         passes_unseen: the headers were replied to, and the rest goes by without us until the stream closes.
     """
@@ -65,12 +79,17 @@ class AnswerSide:
         "_bytes",
         "_chunks",
         "_end_told",
+        "_first_token_at",
         "_first_token_told",
+        "_gaps",
         "_has_length",
+        "_last",
+        "_last_at",
         "_mode",
         "_progress_due",
         "_reader",
         "_remove_headers",
+        "_reports",
         "_ticket",
         "_waiting",
         "awaiting_edit",
@@ -80,10 +99,13 @@ class AnswerSide:
         "stage",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, reports: bool = False) -> None:
+        """`reports`: the director has metadata for the last reply."""
+        self._reports = reports
+        self._last: BodyReply | StreamedBodyReply | TrailersReply | None = None
         self._mode = FULL_DUPLEX
         self._ticket: TicketId | None = None
-        self._reader: AnswerReader | None = None
+        self._reader: Answer | None = None
         self._waiting: list[ResponseChunk | ResponseTrailers] = []
         self._bodyless = False
         self._has_length = False
@@ -92,6 +114,9 @@ class AnswerSide:
         self._bytes = 0
         self._progress_due = 0.0
         self._first_token_told = False
+        self._first_token_at = 0.0
+        self._last_at = 0.0
+        self._gaps: list[int] = []
         self._end_told = False
         self.stage = INITIAL
         self.dropped = 0
@@ -105,7 +130,7 @@ class AnswerSide:
             refuse_unsupported(RESPONSE, modes.response)
             self._mode = modes.response
 
-    def placed(self, ticket: TicketId, reader: AnswerReader) -> None:
+    def placed(self, ticket: TicketId, reader: Answer) -> None:
         """The request was sent on; what comes now belongs to `ticket`."""
         self._ticket = ticket
         self._reader = reader
@@ -132,21 +157,28 @@ class AnswerSide:
             self._remove_headers = (CONTENT_LENGTH,)
         self._progress_due = event.at + PROGRESS_INTERVAL_S
         self.awaiting_edit = True
-        fact = AnswerHeaders(head.status, event.served, self._reader.streaming)
+        fact = AnswerHeaders(head.status, event.served, self._reader.streaming, head.load)
         return [Observe(self._ticket, fact)]
 
     def edited(self, event: Edited) -> list[Effect]:
-        """Reply to the headers, and then to what came while the director looked at them."""
+        """Reply to the headers or to the end, and then to what came while the director was asked."""
         if not self.awaiting_edit:
-            raise ProtocolError("edits of answer headers that nobody asked for")
+            raise ProtocolError("edits of an answer that nobody asked for")
         self.awaiting_edit = False
-        effects = self._answer_headers(event.set_headers)
+        last, self._last = self._last, None
         waiting, self._waiting = self._waiting, []
-        for message in waiting:
+        if last is None:
+            effects = self._answer_headers(event.set_headers)
+        else:
+            effects = [Send(Reported(last, event.metadata) if event.metadata else last), *self._completed()]
+        for position, message in enumerate(waiting):
             if isinstance(message, ResponseChunk):
                 effects += self._pass_body(message, event.at)
             else:
                 effects += self._pass_trailers(event.at)
+            if self.awaiting_edit:  # for the end, this time
+                self._waiting = waiting[position + 1 :]
+                break
         return effects
 
     def chunk(self, event: ResponseChunk) -> list[Effect]:
@@ -167,19 +199,21 @@ class AnswerSide:
 
         Returns the bytes to forward, which are all there is to do. None: nothing was done, `chunk` takes it.
         """
-        body, reader = event.body, self._reader
+        body, at, reader = event.body, event.at, self._reader
         if (
             not self._first_token_told
             or reader is None
             or self.stage is not OPEN
             or self._mode is not FULL_DUPLEX
             or event.end_of_stream
-            or event.at >= self._progress_due
+            or at >= self._progress_due
             or not body
         ):
             return None
         self._chunks += 1
         self._bytes += len(body)
+        self._gaps[bisect_left(GAP_BOUNDS_S, at - self._last_at)] += 1
+        self._last_at = at
         return reader.feed(body, False)
 
     def trailers(self, event: ResponseTrailers) -> list[Effect]:
@@ -196,7 +230,8 @@ class AnswerSide:
         if self._ticket is None or self._reader is None or self._end_told:
             return []
         self._end_told = True
-        return [Observe(self._ticket, Ended(cause, self._reader.usage, self._chunks, self._bytes))]
+        gaps = Gaps(tuple(self._gaps), self._last_at - self._first_token_at) if self._gaps else None
+        return [Observe(self._ticket, Ended(cause, self._reader.usage, self._chunks, self._bytes, gaps))]
 
     def release(self) -> None:
         """Let go of what the reader keeps."""
@@ -223,10 +258,15 @@ class AnswerSide:
         if body:
             self._chunks += 1
             self._bytes += len(body)
+            if self._first_token_told:
+                self._gaps[bisect_left(GAP_BOUNDS_S, at - self._last_at)] += 1
+                self._last_at = at
+        if ends and self._reports:
+            self._keep_last(effects)
         if reader is not None and not (self._first_token_told and at < self._progress_due):
             self._tell_progress(reader, at, ends, effects)
         if ends:
-            effects += self._completed()
+            effects += self._closing()
         elif self._mode is BUFFERED_PARTIAL:
             self.passes_unseen = True
         return effects
@@ -239,17 +279,38 @@ class AnswerSide:
                 effects += pieces(RESPONSE, rest, end_of_stream=False)
             self._tell_progress(self._reader, at, True, effects)
         effects.append(Send(TrailersReply(RESPONSE)))
-        effects += self._completed()
+        if self._reports:
+            self._keep_last(effects)
+        effects += self._closing()
         return effects
+
+    def _keep_last(self, effects: list[Effect]) -> None:
+        """Hold the last reply back until the director has said what goes with it; once an answer."""
+        if self._ticket is None or self._end_told:
+            return
+        closing = effects.pop()
+        assert isinstance(closing, Send)
+        assert isinstance(closing.reply, BodyReply | StreamedBodyReply | TrailersReply)
+        self._last = closing.reply
+
+    def _closing(self) -> list[Effect]:
+        if self._last is None:
+            return self._completed()
+        assert self._ticket is not None
+        assert self._reader is not None
+        self.awaiting_edit = True
+        return [Observe(self._ticket, Completed(self._reader.usage, self._chunks, self._bytes))]
 
     def _completed(self) -> list[Effect]:
         self.complete = True
         return self.end(Cause.NATURAL)
 
-    def _tell_progress(self, reader: AnswerReader, at: float, ends: bool, effects: list[Effect]) -> None:
+    def _tell_progress(self, reader: Answer, at: float, ends: bool, effects: list[Effect]) -> None:
         assert self._ticket is not None
         if not self._first_token_told and reader.first_token:
             self._first_token_told = True
+            self._first_token_at = self._last_at = at
+            self._gaps = [0] * (len(GAP_BOUNDS_S) + 1)
             effects.append(Observe(self._ticket, FirstToken()))
         if not ends and at >= self._progress_due:
             self._progress_due = at + PROGRESS_INTERVAL_S

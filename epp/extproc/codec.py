@@ -20,12 +20,14 @@ from epp.extproc.records import (
     ImmediateReply,
     Modes,
     Reply,
+    Reported,
     RequestChunk,
     RequestHeaders,
     RequestTrailers,
     ResponseChunk,
     ResponseHeaders,
     ResponseTrailers,
+    Scores,
     StreamedBodyReply,
     TrailersReply,
 )
@@ -133,8 +135,15 @@ def encode(reply: Reply) -> bytes:
             answer.status.code = reply.status
             answer.body = reply.body
             answer.details = reply.details
+            if reply.grpc_status is not None:
+                answer.grpc_status.status = reply.grpc_status
             _set_headers(answer.headers, reply.headers)
             return wire.SerializeToString()
+        case Reported():
+            for namespace, key, figure in reply.metadata:
+                wire.dynamic_metadata.fields[namespace].struct_value.fields[key].number_value = figure
+            # Messages merge when their bytes are joined.
+            return encode(reply.reply) + wire.SerializeToString()
 
 
 def _with_edits(wire: ProcessingResponse, common: CommonResponse, reply: HeadersReply | BodyReply) -> bytes:
@@ -148,7 +157,9 @@ def _with_edits(wire: ProcessingResponse, common: CommonResponse, reply: Headers
     destination = ((names.DESTINATION_ENDPOINT, reply.destination.encode()),)
     _set_headers(common.header_mutation, destination)
     common.clear_route_cache = True
-    return wire.SerializeToString() + _destination_metadata(reply.destination)
+    if reply.scores is None:
+        return wire.SerializeToString() + _destination_metadata(reply.destination)
+    return wire.SerializeToString() + _scored_metadata(reply.destination, reply.scores)
 
 
 def _set_headers(mutation: HeaderMutation, headers: Headers) -> None:
@@ -165,6 +176,17 @@ def _destination_metadata(destination: str) -> bytes:
     wire = ProcessingResponse()
     chosen = wire.dynamic_metadata.fields[names.LB_NAMESPACE].struct_value
     chosen.fields[names.DESTINATION_ENDPOINT].string_value = destination
+    return wire.SerializeToString()
+
+
+def _scored_metadata(destination: str, scores: Scores) -> bytes:
+    """As `_destination_metadata`, with the scores in the same namespace."""
+    wire = ProcessingResponse.FromString(_destination_metadata(destination))
+    chosen = wire.dynamic_metadata.fields[names.LB_NAMESPACE].struct_value
+    scored = chosen.fields[names.DESTINATION_ENDPOINT_SCORES].struct_value
+    scored.SetInParent()
+    for host_port, score in scores:
+        scored.fields[host_port].number_value = score
     return wire.SerializeToString()
 
 

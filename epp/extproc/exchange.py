@@ -7,7 +7,6 @@ when it is.
 
 from collections.abc import Callable, Sequence
 
-from epp import names
 from epp.errors import ProtocolError, RequestError
 from epp.extproc.answer_side import AnswerSide
 from epp.extproc.limits import BodyBudget, Limits
@@ -18,8 +17,6 @@ from epp.extproc.records import (
     Effect,
     Event,
     Finish,
-    Headers,
-    ImmediateReply,
     Observe,
     Overflow,
     Refused,
@@ -32,12 +29,10 @@ from epp.extproc.records import (
     Routed,
     Send,
 )
+from epp.extproc.refusals import refusal
 from epp.extproc.request_side import RequestSide
-from epp.payload.answer import AnswerReader
-from epp.payload.refusal import refusal_body
+from epp.payload.readers import answer_reader
 from epp.scheduling.records import Cause, Ended
-
-JSON_CONTENT: Headers = (("content-type", b"application/json"),)
 
 
 class Exchange:
@@ -53,10 +48,13 @@ class Exchange:
 
     __slots__ = ("_answer", "_budget", "_left_by_client", "_over", "_request")
 
-    def __init__(self, budget: BodyBudget, limits: Limits, new_request_id: Callable[[], str]) -> None:
+    def __init__(
+        self, budget: BodyBudget, limits: Limits, new_request_id: Callable[[], str], *, reports: bool = False
+    ) -> None:
+        """`reports`: ask the director for metadata before the last reply to an answer."""
         self._budget = budget
         self._request = RequestSide(budget, limits, new_request_id)
-        self._answer = AnswerSide()
+        self._answer = AnswerSide(reports)
         self._over = False
         self._left_by_client = False
 
@@ -126,7 +124,7 @@ class Exchange:
             raise ProtocolError("a placement that nobody asked for")
         if self._answer.stage is not INITIAL:
             return self._late(event)
-        reader = AnswerReader(event.api, event.model, event.target_model, self._budget)
+        reader = answer_reader(event.api, event.model, event.target_model, self._budget, stream=event.stream)
         self._answer.placed(event.placement.ticket, reader)
         return self._request.routed(event)
 
@@ -150,13 +148,8 @@ class Exchange:
         return self._finish(self._answer.end(cause), cause)
 
     def _refuse(self, error: RequestError) -> list[Effect]:
-        headers = JSON_CONTENT
-        if error.reason is not None:
-            headers += ((names.DROPPED_REASON, error.reason.encode()),)
-        if error.retry_after_s is not None:
-            headers += (("retry-after", str(error.retry_after_s).encode()),)
-        reply = ImmediateReply(error.status, headers, refusal_body(error), f"warmroute_{error.type}")
-        return self._finish([Send(reply), *self._answer.end(Cause.ERROR)], Cause.NATURAL)
+        reply = Send(refusal(error, self._request.head))
+        return self._finish([reply, *self._answer.end(Cause.ERROR)], Cause.NATURAL)
 
     def _late(self, event: Routed) -> list[Effect]:
         """A placement that will not be used, because the exchange went on or ended without it."""

@@ -10,9 +10,12 @@ import msgspec
 
 from epp.errors import RequestError
 from epp.payload.records import Api, RawRequest
-from epp.scheduling.records import AnswerFact, Cause, Placement, TicketId
+from epp.scheduling.records import AnswerFact, Cause, Completed, Metadata, Placement, TicketId
 
 Headers = tuple[tuple[str, bytes], ...]
+
+Scores = tuple[tuple[str, float], ...]
+"""`address:port` and total score of every endpoint that was scored."""
 
 
 class BodyMode(Enum):
@@ -93,6 +96,8 @@ class Routed(msgspec.Struct, frozen=True):
             `model` is put back in place of `target_model`.
         body: bytes to forward in place of the client's; None = unchanged.
         remove_headers: names that no longer describe the body (`content-encoding` after inflating).
+        stream: the client asked for a stream, where the answer's headers do not tell.
+        scores: for the proxy, beside the destination; None = not to be told.
     """
 
     at: float
@@ -102,6 +107,8 @@ class Routed(msgspec.Struct, frozen=True):
     target_model: str
     body: bytes | None = None
     remove_headers: tuple[str, ...] = ()
+    stream: bool = False
+    scores: Scores | None = None
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -119,10 +126,16 @@ class Overflow(msgspec.Struct, frozen=True):
 
 
 class Edited(msgspec.Struct, frozen=True):
-    """What plugins want on the answer's headers; the reply to `Observe` of `AnswerHeaders`."""
+    """What plugins want on the answer; the reply to `Observe`.
+
+    Attributes:
+        set_headers: on the answer's headers; after `AnswerHeaders`.
+        metadata: on the last reply; after `Completed`.
+    """
 
     at: float
     set_headers: Headers = ()
+    metadata: Metadata = ()
 
 
 class Closed(msgspec.Struct, frozen=True):
@@ -150,12 +163,16 @@ Event = (
 
 
 class HeadersReply(msgspec.Struct, frozen=True):
-    """`destination` goes into the header and, with the same value, into dynamic metadata `envoy.lb`."""
+    """`destination` goes into the header and, with the same value, into dynamic metadata `envoy.lb`.
+
+    `scores` go beside it in the metadata.
+    """
 
     direction: Direction
     set_headers: Headers = ()
     remove_headers: tuple[str, ...] = ()
     destination: str | None = None
+    scores: Scores | None = None
 
 
 class StreamedBodyReply(msgspec.Struct, frozen=True):
@@ -169,7 +186,7 @@ class StreamedBodyReply(msgspec.Struct, frozen=True):
 class BodyReply(msgspec.Struct, frozen=True):
     """Reply to a body message in buffered or streamed mode. `body` None = unchanged.
 
-    In buffered request mode this reply may carry the destination and header edits.
+    In buffered request mode this reply may carry the destination, scores and header edits.
     """
 
     direction: Direction
@@ -177,6 +194,7 @@ class BodyReply(msgspec.Struct, frozen=True):
     set_headers: Headers = ()
     remove_headers: tuple[str, ...] = ()
     destination: str | None = None
+    scores: Scores | None = None
 
 
 class TrailersReply(msgspec.Struct, frozen=True):
@@ -184,15 +202,26 @@ class TrailersReply(msgspec.Struct, frozen=True):
 
 
 class ImmediateReply(msgspec.Struct, frozen=True):
-    """Ends the HTTP request with this answer."""
+    """Ends the HTTP request with this answer.
+
+    With `grpc_status` the client speaks gRPC: the proxy makes a status of it, and of `body` its message.
+    """
 
     status: int
     headers: Headers
     body: bytes
     details: str = ""
+    grpc_status: int | None = None
 
 
-Reply = HeadersReply | StreamedBodyReply | BodyReply | TrailersReply | ImmediateReply
+class Reported(msgspec.Struct, frozen=True):
+    """The last reply of an answer, with dynamic metadata on it."""
+
+    reply: StreamedBodyReply | BodyReply | TrailersReply
+    metadata: Metadata
+
+
+Reply = HeadersReply | StreamedBodyReply | BodyReply | TrailersReply | ImmediateReply | Reported
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -206,10 +235,10 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class Observe(msgspec.Struct, frozen=True):
-    """Tell the director. `AnswerHeaders` is answered by `Edited`."""
+    """Tell the director. `AnswerHeaders` and `Completed` are answered by `Edited`."""
 
     ticket: TicketId
-    fact: AnswerFact
+    fact: AnswerFact | Completed
 
 
 class Finish(msgspec.Struct, frozen=True):

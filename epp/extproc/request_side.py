@@ -105,6 +105,11 @@ class RequestSide:
         """Whether the destination was sent to the proxy."""
         return self._answered
 
+    @property
+    def head(self) -> RequestHead | None:
+        """What the request's headers say; None before they came."""
+        return self._head
+
     def headers(self, event: RequestHeaders) -> list[Effect]:
         takes(REQUEST, Message.HEADERS, self.stage, self._mode)
         if event.modes is not None:
@@ -162,9 +167,11 @@ class RequestSide:
         set_headers, remove_headers = self._edits(self._head, event)
         effects: list[Effect] = []
         if self._mode is BUFFERED and not self._bodyless:
-            effects.append(Send(BodyReply(REQUEST, event.body, set_headers, remove_headers, destination)))
+            reply = BodyReply(REQUEST, event.body, set_headers, remove_headers, destination, event.scores)
+            effects.append(Send(reply))
         else:
-            effects.append(Send(HeadersReply(REQUEST, set_headers, remove_headers, destination)))
+            head = HeadersReply(REQUEST, set_headers, remove_headers, destination, event.scores)
+            effects.append(Send(head))
         if self._mode is FULL_DUPLEX and not self._bodyless:
             body = self._body if event.body is None else event.body
             effects += pieces(REQUEST, body, end_of_stream=self.stage is ENDED)
@@ -233,6 +240,11 @@ class RequestSide:
             remove_headers += tuple(name for name in event.remove_headers if name not in remove_headers)
         if head.made_id:
             set_headers = ((names.REQUEST_ID, head.request_id.encode()),)
+        given = event.placement.set_headers
+        if given:
+            set_headers += given
+            ours = {name for name, _ in given}
+            remove_headers = tuple([name for name in remove_headers if name not in ours])
         replaced = event.body is not None and self._waits_for_body and not self._bodyless
         if replaced and head.has_length:
             if self._mode is BUFFERED:

@@ -115,6 +115,10 @@ class ApproximatePrefixProducer:
         self._sent: dict[TicketId, _Sent] = {}
         self._grow()
 
+    def reconfigure(self, params: ApproximateParams) -> None:
+        """Go on with other limits of what is looked at; sizes and tuning have to be as before."""
+        self._params = params
+
     @property
     def size(self) -> int:
         """Entries of the index: blocks, counted once for each endpoint that holds them."""

@@ -1,19 +1,14 @@
 """One answer followed as it passes: first token, usage, and the client's model name put back."""
 
 from enum import Enum
-from typing import Any, Protocol
-
-import msgspec
+from typing import Protocol
 
 from epp.payload import sse
 from epp.payload.records import Api, Usage
 from epp.payload.renaming import RenamedJson, Renaming
-from epp.payload.usage import last_usage, usage_of
-
-EXACT_BYTES = 4 * 1024 * 1024
-"""A plain answer, or one event of a stream, is read whole up to this length."""
-
-_TAIL_BYTES = 64 * 1024
+from epp.payload.shapes import SHAPES, TAIL_BYTES, UNREAD
+from epp.payload.sse import CARRIAGE_RETURN, END_OF_OBJECT, LINE_FEED
+from epp.payload.usage import COUNT_MARK
 
 
 class _Reading(Enum):
@@ -30,29 +25,69 @@ class Account(Protocol):
     def give(self, n: int) -> None: ...
 
 
-class AnswerReader:
-    """Follows the answer of one request. Takes any bytes; never raises.
+class Answer(Protocol):
+    """What follows the answer of one request. Takes any bytes; never raises.
 
     What it keeps of the body is charged to an account, and given back by `finish` or `release`.
 
     Attributes:
-        streaming: the answer is a stream of events (`text/event-stream`).
+        streaming: the answer comes piece by piece, as the model makes it.
         first_token: the first token of output has passed. Of an answer that is not read as a stream: its
             first byte. Never true of an error.
+        events: events of a stream that have passed.
+    """
+
+    streaming: bool
+    first_token: bool
+    events: int
+
+    @property
+    def usage(self) -> Usage | None:
+        """The last usage that has passed; that of a plain answer is known at its end."""
+        ...
+
+    def begin(self, status: int, content_type: str, content_encoding: str) -> bool:
+        """Take note of the answer's headers. True: bytes may change, so a content-length no longer holds."""
+        ...
+
+    def feed(self, chunk: bytes, last: bool) -> bytes:
+        """Follow a piece of the body. Returns the bytes to forward now: `chunk` itself if nothing changes."""
+        ...
+
+    def finish(self) -> bytes:
+        """What is still held when the body has ended, by its last piece or by trailers."""
+        ...
+
+    def release(self) -> None:
+        """Let go of what is kept: the answer is over, however it ended."""
+        ...
+
+
+class AnswerReader:
+    """The answer of an HTTP API: a JSON document or a stream of events, read as the API's `Shape` tells.
+
+    Attributes:
+        streaming: the answer is a stream of events (`text/event-stream`).
+        first_token: as in `Answer`.
+        events: data lines of a stream, its `[DONE]` aside; one that is cut off counts too. 0 for a plain
+            answer, for an error, and where the answer is not read.
     """
 
     __slots__ = (
         "_account",
-        "_api",
         "_charged",
+        "_counts",
         "_document",
+        "_is_cut",
         "_is_error",
         "_names",
         "_partial",
         "_quiet",
         "_reading",
         "_renaming",
+        "_shape",
         "_usage",
+        "events",
         "first_token",
         "streaming",
     )
@@ -61,7 +96,9 @@ class AnswerReader:
         """`target_model` is the name in the engine's answer, `model` the client's to put in its place."""
         self._account = account
         self._charged = 0
-        self._api = api
+        shape = SHAPES.get(api, UNREAD)
+        self._shape = shape
+        self._counts = shape.counts() if shape.counts is not None else None
         self._names = (target_model, model)
         self._reading = _Reading.NOTHING
         self._renaming: Renaming | None = None
@@ -69,46 +106,59 @@ class AnswerReader:
         self._partial = bytearray()
         self._usage: Usage | None = None
         self._is_error = False
+        self._is_cut = False
         self._quiet = False
         self.streaming = False
         self.first_token = False
+        self.events = 0
 
     def begin(self, status: int, content_type: str, content_encoding: str) -> bool:
-        """Take note of the answer's headers. True: bytes may change, so a content-length no longer holds."""
         media_type = content_type.partition(";")[0].strip().lower()
+        shape = self._shape
         self.streaming = media_type == "text/event-stream"
         self._is_error = status >= 400
         self._reading = _Reading.NOTHING
         self._renaming = None
-        if self._is_error or self._api is Api.PASSTHROUGH:
+        if self._is_error or not shape.read:
             return False
         if content_encoding.strip().lower() not in ("", "identity"):
             return False
         if self.streaming:
-            self._reading = _Reading.EVENTS
+            self._reading, place = _Reading.EVENTS, shape.model_in_events
         elif not media_type or media_type.endswith("json"):
-            self._reading = _Reading.DOCUMENT
+            self._reading, place = _Reading.DOCUMENT, shape.model
         else:
             return False
         engine, client = self._names
-        if not engine or not client or engine == client:
+        if place is None or not engine or not client or engine == client:
             return False
-        self._renaming = Renaming(engine, client)
+        self._renaming = Renaming(engine, client, place)
         self._document = RenamedJson(self._renaming)
         return True
 
     @property
     def usage(self) -> Usage | None:
-        """The last usage that has passed; that of a plain answer is known at its end."""
         return self._usage
 
     def feed(self, chunk: bytes, last: bool) -> bytes:
-        """Follow a piece of the body. Returns the bytes to forward now: `chunk` itself where nothing changes.
+        """As `Answer.feed`.
 
         Where the model is renamed, one event that is not whole yet is held back; `last` lets everything go.
         """
-        if self._quiet and b'"usage"' not in chunk and chunk.endswith(sse.USUAL_ENDS):
-            return chunk
+        if self._quiet and chunk.find(COUNT_MARK) < 0:
+            # One event that is one line of data is what engines send.
+            if (
+                chunk.find(b"\n") == len(chunk) - 2
+                and chunk[:5] == b"data:"
+                and chunk[-3] == END_OF_OBJECT
+                and chunk[-1] == LINE_FEED
+                and CARRIAGE_RETURN not in chunk
+            ):
+                self.events += 1
+                return chunk
+            if chunk.endswith(sse.USUAL_ENDS):
+                self.events += sse.data_line_count(chunk)
+                return chunk
         match self._reading:
             case _Reading.EVENTS:
                 passed = self._feed_events(chunk, last)
@@ -120,7 +170,6 @@ class AnswerReader:
         return passed + self.finish() if last else passed
 
     def finish(self) -> bytes:
-        """What is still held when the body has ended, by its last piece or by trailers."""
         reading, self._reading = self._reading, _Reading.NOTHING
         self._quiet = False
         held = bytes(self._partial)
@@ -130,13 +179,14 @@ class AnswerReader:
                 passed = self._read_events(held)
                 return b"" if self._renaming is None else passed
             case _Reading.DOCUMENT:
-                self._usage = usage_of(held) or self._usage
+                if self._counts is not None:
+                    usage = self._counts.in_part(held) if self._is_cut else self._counts.in_document(held)
+                    self._usage = usage or self._usage
                 return b"" if self._renaming is None or self._document is None else self._document.finish()
             case _:
                 return b""
 
     def release(self) -> None:
-        """Let go of what is kept: the answer is over, however it ended."""
         self._partial.clear()
         self._settle()
 
@@ -164,30 +214,34 @@ class AnswerReader:
             text = bytes(partial[:whole])
             del partial[:whole]
             passed = self._read_events(text)
-            if len(partial) > EXACT_BYTES:
+            if len(partial) > self._shape.kept_bytes:
                 passed += self._give_up_on_event()
             self._settle()
         self._quiet = self.first_token and self._renaming is None and not partial and not last
         return passed if renamed else chunk
 
     def _read_events(self, text: bytes) -> bytes:
-        if self._renaming is None and self.first_token and b'"usage"' not in text:
+        self.events += sse.data_line_count(text)
+        if self._renaming is None and self.first_token and text.find(COUNT_MARK) < 0:
             return text
         return b"".join([self._read_event(event) for event in sse.events(text)])
 
     def _read_event(self, event: bytes) -> bytes:
         """The event as the client gets it."""
-        if b'"usage"' in event:
+        if self._counts is not None and event.find(COUNT_MARK) >= 0:
+            data = sse.data(event)
             # The rest of an event that was too long to keep has no data line; its end may be readable.
-            self._usage = usage_of(sse.data(event) or event) or self._usage
+            usage = self._counts.in_event(data) if data else self._counts.in_part(event)
+            self._usage = usage or self._usage
         if not self.first_token:
-            self.first_token = _has_token(self._api, sse.data(event))
+            self.first_token = self._shape.has_token(sse.data(event))
         return event if self._renaming is None else self._renaming.in_event(event)
 
     def _give_up_on_event(self) -> bytes:
         """Memory is bounded: an event without end flows on as it is, and so does all that follows it."""
         held = bytes(self._partial)
-        del self._partial[:-_TAIL_BYTES]
+        self.events += sse.data_line_count(held[:-TAIL_BYTES])
+        del self._partial[:-TAIL_BYTES]
         self._renaming = None
         self.first_token = True
         return held
@@ -196,40 +250,11 @@ class AnswerReader:
 
     def _feed_document(self, chunk: bytes) -> bytes:
         self.first_token |= bool(chunk)
-        self._partial += chunk
-        if len(self._partial) > EXACT_BYTES:
-            self._usage = last_usage(bytes(self._partial)) or self._usage
-            del self._partial[:-_TAIL_BYTES]
-        self._settle()
+        if self._counts is not None:
+            self._partial += chunk
+            if len(self._partial) > self._shape.kept_bytes:
+                self._usage = self._counts.in_part(bytes(self._partial)) or self._usage
+                del self._partial[:-TAIL_BYTES]
+                self._is_cut = True
+            self._settle()
         return chunk if self._document is None else self._document.feed(chunk)
-
-
-class _Choice(msgspec.Struct):
-    delta: Any = None
-    finish_reason: Any = None
-    token_ids: Any = None
-
-
-class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
-
-
-_event = msgspec.json.Decoder(_Event)
-
-
-def _has_token(api: Api, data: bytes) -> bool:
-    """Whether an event carries output. A chat opens with a delta that says only whose turn it is."""
-    try:
-        choices = _event.decode(data).choices
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    return any(api is Api.COMPLETIONS or _has_output(choice) for choice in choices)
-
-
-def _has_output(choice: _Choice) -> bool:
-    if choice.finish_reason is not None or choice.token_ids:
-        return True
-    delta = choice.delta
-    if not isinstance(delta, dict):
-        return False
-    return "role" not in delta or any(value for name, value in delta.items() if name != "role")

@@ -13,53 +13,40 @@ from epp.errors import BadRequest
 ABSENT = Raw()
 """Value of a member that the body does not have."""
 
-NO_MESSAGES = "invalid chat completions request: must have valid messages field"
+Span = tuple[int, int]
+"""First byte and end."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MODEL_KEY = b'"model"'
 _COLON = re.compile(rb"[ \t\r\n]*+:[ \t\r\n]*+")
 _LONG_VALUE_BYTES = 1024
 _SHORT_BODY_BYTES = 4096
+_TRUE = (b"true", b'"true"', b"1")
+_MOST_DIGITS = 15
 
 
 class Message(msgspec.Struct):
-    """One chat message."""
+    """One message of a conversation."""
 
     role: Raw = ABSENT
     content: Raw = ABSENT
     tool_calls: Raw = ABSENT
 
 
-class ChatBody(msgspec.Struct):
-    """Chat completions. `messages` is empty where the body has none."""
+class Body(msgspec.Struct):
+    """What every API's body has. Other members are raw values, or `messages`, a list of `Message`."""
 
     model: Raw = ABSENT
+
+
+class Messages(Body):
+    """A body with messages. They are empty where the body has none."""
+
     messages: list[Message] = []
-    tools: Raw = ABSENT
-    documents: Raw = ABSENT
-    chat_template: Raw = ABSENT
-    chat_template_kwargs: Raw = ABSENT
-    max_completion_tokens: Raw = ABSENT
-    max_tokens: Raw = ABSENT
-    stream: Raw = ABSENT
-    cache_salt: Raw = ABSENT
 
 
-class CompletionsBody(msgspec.Struct):
-    """Completions. The prompt may come as embeddings, which routing does not read."""
+BodyT = TypeVar("BodyT", bound=Body)
 
-    model: Raw = ABSENT
-    prompt: Raw = ABSENT
-    prompt_embeds: Raw = ABSENT
-    max_tokens: Raw = ABSENT
-    stream: Raw = ABSENT
-    cache_salt: Raw = ABSENT
-
-
-BodyT = TypeVar("BodyT", bound=ChatBody | CompletionsBody)
-
-_chat = msgspec.json.Decoder(ChatBody)
-_completions = msgspec.json.Decoder(CompletionsBody)
 _string = msgspec.json.Decoder(str)
 
 
@@ -72,20 +59,107 @@ class Read(Generic[BodyT]):
         self.body = body
         self.source = source
 
-    def span(self, value: Raw) -> tuple[int, int]:
+    def span(self, value: Raw) -> Span:
         """Where the value stands in the body."""
         start = _address(value) - _address(self.source)
         return start, start + len(memoryview(value))
 
 
-def read_chat(plain: bytes) -> Read[ChatBody]:
-    """Raises BadRequest: not one JSON object, or `messages` is not a list of objects."""
-    return _read(_chat, plain)
+class BodyReader(Generic[BodyT]):
+    """Reads the bodies of one API.
+
+    Attributes:
+        unparsable: how the API says that a body is no JSON object.
+        no_messages: how it says that `messages` is not a list of objects.
+    """
+
+    __slots__ = ("_decoder", "_members", "no_messages", "unparsable")
+
+    def __init__(self, body: type[BodyT], unparsable: str, no_messages: str = "") -> None:
+        self._decoder = msgspec.json.Decoder(body)
+        self._members = tuple(name for name in body.__struct_fields__ if name not in ("model", "messages"))
+        self.unparsable = unparsable
+        self.no_messages = no_messages
+
+    def read(self, plain: bytes) -> Read[BodyT]:
+        """Raises BadRequest: not one JSON object, or `messages` is not a list of objects."""
+        if not plain:
+            raise self._refused("the body is empty")
+        try:
+            return Read(_decode(self._decoder, plain), plain)
+        except msgspec.ValidationError as error:
+            raise _mistyped(error, self.unparsable, self.no_messages) from None
+        except (msgspec.DecodeError, RecursionError) as error:
+            mended = _mended(plain)
+            if mended == plain:
+                raise self._refused(str(error)) from None
+        try:
+            return Read(_decode(self._decoder, mended), mended)
+        except msgspec.ValidationError as error:
+            raise _mistyped(error, self.unparsable, self.no_messages) from None
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise self._refused(str(error)) from None
+
+    def _refused(self, what: str) -> BadRequest:
+        return _unparsable(self.unparsable, what)
+
+    def model(self, read: Read[BodyT]) -> tuple[str, Span | None]:
+        """The model's name, and where it stands. Absent and null are both no name.
+
+        Raises:
+            BadRequest: it is no text, or there are two, of which engine and picker could take different ones.
+        """
+        value = bytes(read.body.model)
+        if not value:
+            return "", None
+        span = self._model_span(read)
+        if value == b"null":
+            return "", span
+        if value[:1] != b'"':
+            raise BadRequest("model not found in request body: `model` must be a string", "model")
+        return text_of(value), span
+
+    def _model_span(self, read: Read[BodyT]) -> Span:
+        source, value = read.source, read.body.model
+        if len(source) <= _SHORT_BODY_BYTES and not _may_name_twice(source):
+            colon = _COLON.match(source, source.find(_MODEL_KEY) + len(_MODEL_KEY))
+            if colon is not None:
+                return colon.end(), colon.end() + len(memoryview(value))
+        outline = self._outline(read)
+        if _may_name_twice(outline) and self._outermost_keys(outline).count("model") > 1:
+            raise BadRequest("duplicate `model` in request body: it must be given exactly once", "model")
+        return read.span(value)
+
+    def _outline(self, read: Read[BodyT]) -> bytes:
+        """The body with null in place of long values, so that little is left to search."""
+        body, source = read.body, read.source
+        values = [value for name in self._members if (value := getattr(body, name)) is not ABSENT]
+        if isinstance(body, Messages):
+            values += [message.content for message in body.messages]
+        kept: list[bytes] = []
+        position = 0
+        for start, end in sorted(
+            read.span(value) for value in values if len(memoryview(value)) > _LONG_VALUE_BYTES
+        ):
+            kept += (source[position:start], b"null")
+            position = end
+        kept.append(source[position:])
+        return b"".join(kept)
+
+    def _outermost_keys(self, plain: bytes) -> list[str]:
+        def keys(pairs: list[tuple[str, object]]) -> list[str]:
+            return [key for key, _ in pairs]
+
+        text = plain.removeprefix(_BYTE_ORDER_MARK).decode("utf-8", "replace")
+        try:
+            # The hook runs innermost first, so what comes back are the keys of the outermost object.
+            found: list[str] = json.loads(text, object_pairs_hook=keys, parse_int=str, parse_float=str)
+        except (ValueError, RecursionError) as error:
+            raise self._refused(str(error)) from None
+        return found
 
 
-def read_completions(plain: bytes) -> Read[CompletionsBody]:
-    """Raises BadRequest: not one JSON object."""
-    return _read(_completions, plain)
+# -- single values ------------------------------------------------------------------------------------
 
 
 def text_bytes(raw: bytes) -> bytes:
@@ -101,21 +175,38 @@ def text_bytes(raw: bytes) -> bytes:
         return _string.decode(raw.decode("utf-8", "replace")).encode()
 
 
-def model_span(read: Read[BodyT]) -> tuple[int, int]:
-    """Where the value of the body's member `model` stands.
+def text_of(value: bytes | Raw) -> str:
+    """A JSON string as text; empty for any other value."""
+    if value is ABSENT:
+        return ""
+    raw = bytes(value)
+    return text_bytes(raw).decode("utf-8", "replace") if raw[:1] == b'"' else ""
 
-    Raises:
-        BadRequest: there are two of them, of which engine and picker could take different ones.
-    """
-    source, value = read.source, read.body.model
-    if len(source) <= _SHORT_BODY_BYTES and not _may_name_twice(source):
-        colon = _COLON.match(source, source.find(_MODEL_KEY) + len(_MODEL_KEY))
-        if colon is not None:
-            return colon.end(), colon.end() + len(memoryview(value))
-    outline = _outline(read)
-    if _may_name_twice(outline) and _outermost_keys(outline).count("model") > 1:
-        raise BadRequest("duplicate `model` in request body: it must be given exactly once", "model")
-    return read.span(value)
+
+def is_true(value: Raw) -> bool:
+    """Whether a flag is set, as lenient readers see it."""
+    return value is not ABSENT and bytes(value) in _TRUE
+
+
+def is_given(value: Raw) -> bool:
+    """Whether there is a value other than null."""
+    return bytes(value) not in (b"", b"null")
+
+
+def count_of(value: Raw) -> int | None:
+    """A whole number of tokens; anything else is the engine's to judge."""
+    if value is ABSENT:
+        return None
+    raw = bytes(value)
+    if raw.isdigit():
+        return int(raw) if len(raw) <= _MOST_DIGITS else None
+    if not raw or raw[0] not in b"0123456789":
+        return None
+    number = float(raw)
+    return int(number) if 1 <= number < 10**_MOST_DIGITS and number.is_integer() else None
+
+
+# -- where the model stands ---------------------------------------------------------------------------
 
 
 def _may_name_twice(text: bytes) -> bool:
@@ -123,61 +214,9 @@ def _may_name_twice(text: bytes) -> bool:
     return text.count(_MODEL_KEY) > 1 or b"\\u006" in text
 
 
-def _outline(read: Read[BodyT]) -> bytes:
-    """The body with null in place of long values, so that little is left to search."""
-    values: list[Raw]
-    match read.body:
-        case ChatBody() as chat:
-            values = [message.content for message in chat.messages]
-            values += [chat.tools, chat.documents, chat.chat_template, chat.chat_template_kwargs]
-        case CompletionsBody() as completions:
-            values = [completions.prompt, completions.prompt_embeds]
-    kept: list[bytes] = []
-    position = 0
-    for start, end in sorted(
-        read.span(value) for value in values if len(memoryview(value)) > _LONG_VALUE_BYTES
-    ):
-        kept += (read.source[position:start], b"null")
-        position = end
-    kept.append(read.source[position:])
-    return b"".join(kept)
-
-
-def _outermost_keys(plain: bytes) -> list[str]:
-    def keys(pairs: list[tuple[str, object]]) -> list[str]:
-        return [key for key, _ in pairs]
-
-    text = plain.removeprefix(_BYTE_ORDER_MARK).decode("utf-8", "replace")
-    try:
-        # The hook runs innermost first, so what comes back are the keys of the outermost object.
-        found: list[str] = json.loads(text, object_pairs_hook=keys, parse_int=str, parse_float=str)
-    except (ValueError, RecursionError) as error:
-        raise _unparsable(str(error)) from None
-    return found
-
-
 def _address(view: Raw | bytes) -> int:
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return address
-
-
-def _read(decoder: "msgspec.json.Decoder[BodyT]", plain: bytes) -> Read[BodyT]:
-    if not plain:
-        raise _unparsable("the body is empty")
-    try:
-        return Read(_decode(decoder, plain), plain)
-    except msgspec.ValidationError as error:
-        raise _mistyped(error) from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        mended = _mended(plain)
-        if mended == plain:
-            raise _unparsable(str(error)) from None
-    try:
-        return Read(_decode(decoder, mended), mended)
-    except msgspec.ValidationError as error:
-        raise _mistyped(error) from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise _unparsable(str(error)) from None
 
 
 def _decode(decoder: "msgspec.json.Decoder[BodyT]", plain: bytes) -> BodyT:
@@ -186,17 +225,15 @@ def _decode(decoder: "msgspec.json.Decoder[BodyT]", plain: bytes) -> BodyT:
     return decoder.decode(plain)
 
 
-def _unparsable(what: str) -> BadRequest:
-    return BadRequest(
-        f"error unmarshaling request bodyMap: {_lowered(what)}; the body must be one JSON object in UTF-8"
-    )
+def _unparsable(start: str, what: str) -> BadRequest:
+    return BadRequest(f"{start}: {_lowered(what)}; the body must be one JSON object in UTF-8")
 
 
-def _mistyped(error: msgspec.ValidationError) -> BadRequest:
+def _mistyped(error: msgspec.ValidationError, unparsable: str, no_messages: str) -> BadRequest:
     if "$.messages" not in str(error):
-        return _unparsable(str(error))
+        return _unparsable(unparsable, str(error))
     return BadRequest(
-        f"{NO_MESSAGES}: it must be a list of at least one object with role and content "
+        f"{no_messages}: it must be a list of at least one object with role and content "
         f"({_lowered(str(error))})",
         "messages",
     )

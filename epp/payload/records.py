@@ -1,6 +1,7 @@
 """Records of one request and of its answer, as the other rooms see them."""
 
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -68,6 +69,22 @@ class RawRequest(msgspec.Struct, frozen=True):
         return find_header(self.headers, *names)
 
 
+MediaKind = Literal["image", "video", "audio"]
+
+
+class Medium(msgspec.Struct, frozen=True):
+    """A picture, video or sound in a prompt.
+
+    Attributes:
+        digest: 64 bits of its content, or of its address.
+        tokens: what it counts for in the prompt.
+    """
+
+    kind: MediaKind
+    digest: int
+    tokens: int
+
+
 class InferenceRequest(msgspec.Struct, frozen=True):
     """What a request asks for, as far as choosing an endpoint needs to know.
 
@@ -79,6 +96,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         prompt_tokens: tokens over all prompts; for text an estimate (four bytes a token).
         max_output_tokens: the client's limit, None if absent.
         chains: block keys given directly (simulation), in place of `prompts`.
+        media: pictures, videos and sounds of all prompts, in order, up to a limit.
     """
 
     api: Api
@@ -90,6 +108,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     stream: bool = False
     cache_salt: str = ""
     chains: tuple[tuple[int, ...], ...] | None = None
+    media: tuple[Medium, ...] = ()
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -2,7 +2,9 @@
 
 import json
 import re
+from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 import msgspec
 
@@ -26,7 +28,7 @@ _USUAL_OBJECT = re.compile(
 
 _USUAL_DATA = b"data: {"
 _MOST_HELD_BYTES = 64 * 1024
-_QUOTE, _COMMA, _OPEN_OBJECT = b'",{'
+_QUOTE, _COMMA, _OPEN_OBJECT, _END_OBJECT, _OPEN_LIST = b'",{}['
 
 # A letter of "model" spelled as an escape begins so.
 _ESCAPED_LETTER = b"\\u006"
@@ -34,12 +36,29 @@ _ESCAPED_LETTER = b"\\u006"
 _string = msgspec.json.Decoder(str)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the model's name stands in a JSON document: the member `model` of the object itself.
+
+    Attributes:
+        inside: of the object in this member instead.
+        each: of every object of a list too, where the document is one.
+    """
+
+    inside: str = ""
+    each: bool = False
+
+
+OWN: Final = Place()
+
+
 class Renaming:
-    """A pair of names: what the engine calls the model, and what the client does."""
+    """A pair of names: what the engine calls the model, and what the client does; and where it is named."""
 
-    __slots__ = ("_client_json", "_engine", "_engine_json", "_usual_after", "_usual_before")
+    __slots__ = ("_client_json", "_engine", "_engine_json", "_usual_after", "_usual_before", "place")
 
-    def __init__(self, engine: str, client: str) -> None:
+    def __init__(self, engine: str, client: str, place: Place = OWN) -> None:
+        self.place = place
         self._engine = engine
         self._engine_json = json.dumps(engine, ensure_ascii=False).encode("utf-8", "replace")
         self._client_json = json.dumps(client).encode()
@@ -53,6 +72,8 @@ class Renaming:
 
     def at_usual_place(self, text: bytes, start: int) -> tuple[int, int, bytes] | None:
         """What to replace in the object at `start`, if its model stands complete where engines write it."""
+        if self.place.inside:
+            return None
         found = _USUAL_OBJECT.match(text, start)
         name = None if found is None else self.applied(found[1])
         return None if found is None or name is None else (*found.span(1), name)
@@ -62,13 +83,15 @@ class Renaming:
         before = self._usual_before
         if before and event.startswith(before):
             return self._usual_after + event[len(before) :]
+        if event.find(b'"model"') < 0 and event.find(_ESCAPED_LETTER) < 0:
+            return event
         if event.startswith(_USUAL_DATA) and (found := self.at_usual_place(event, len(_USUAL_DATA) - 1)):
             start, end, name = found
             # Events of one answer are alike up to here.
             self._usual_before, self._usual_after = event[:end], event[:start] + name
             return self._usual_after + event[end:]
         lines = data_lines(event)
-        if not lines or not (b'"model"' in event or _ESCAPED_LETTER in event):
+        if not lines:
             return event
         document = RenamedJson(self)
         renamed = document.feed(b"\n".join(event[start:end] for start, end in lines)) + document.finish()
@@ -92,6 +115,7 @@ class _At(Enum):
     """What the next byte belongs to."""
 
     START = "what stands before the object"
+    ELEMENT = "what stands before an object of a list"
     KEY = "a key of the object, or what stands before it"
     VALUE = "a value of the object"
     STRING = "a string that nobody asks about"
@@ -101,20 +125,22 @@ class _At(Enum):
 
 
 class RenamedJson:
-    """A JSON object as it streams by, with the value of its own member `model` renamed.
+    """A JSON document as it streams by, with the value of the member `model` at one place renamed.
 
     Holds back a key or the model's value while it is incomplete, and nothing else. What turns out not to be
-    a JSON object passes as it is.
+    such a document passes as it is.
     """
 
-    __slots__ = ("_at", "_depth", "_held", "_renaming", "_replaced")
+    __slots__ = ("_at", "_depth", "_each", "_held", "_inside", "_renaming", "_replaced")
 
     def __init__(self, renaming: Renaming) -> None:
         self._renaming = renaming
+        self._inside = renaming.place.inside
+        self._each = False
         self._at = _At.START
         self._depth = 0
         self._held = b""
-        self._replaced: tuple[int, int, bytes] | None = None
+        self._replaced: list[tuple[int, int, bytes]] = []
 
     def feed(self, chunk: bytes) -> bytes:
         """Bytes to pass on now."""
@@ -125,23 +151,28 @@ class RenamedJson:
 
     def _read(self, text: bytes) -> bytes:
         position = 0
-        if self._at is _At.START:
-            self._replaced = self._renaming.at_usual_place(text, 0)
-            if self._replaced is not None:
-                self._at = _At.DONE
+        self._replaced.clear()
+        if self._at is _At.START and (usual := self._renaming.at_usual_place(text, 0)):
+            self._replaced.append(usual)
+            self._at = _At.DONE
         while self._at is not _At.DONE:
             before, state = position, self._at
             position = self._step(text, position)
             if position == before and self._at is state:
                 if len(text) - position > _MOST_HELD_BYTES:
                     self._at = _At.DONE
-                    break
-                self._held = text[position:]
-                return text[:position]
-        if self._replaced is None:
-            return text
-        start, end, name = self._replaced
-        return text[:start] + name + text[end:]
+                else:
+                    text, self._held = text[:position], text[position:]
+                break
+        return self._put_back(text) if self._replaced else text
+
+    def _put_back(self, text: bytes) -> bytes:
+        pieces: list[bytes] = []
+        position = 0
+        for start, end, name in self._replaced:
+            pieces += (text[position:start], name)
+            position = end
+        return b"".join(pieces) + text[position:]
 
     def finish(self) -> bytes:
         """What is still held when nothing more comes."""
@@ -153,11 +184,9 @@ class RenamedJson:
         """Look at one thing. Returns where the next one stands, or `position` if `text` ends too early."""
         match self._at:
             case _At.START:
-                position = _skip(_BLANK, text, position)
-                if position == len(text):
-                    return position
-                self._at = _At.KEY if text[position] == _OPEN_OBJECT else _At.DONE
-                return position + 1
+                return self._start(text, _skip(_BLANK, text, position))
+            case _At.ELEMENT:
+                return self._start(text, _skip(_SEPARATORS, text, position))
             case _At.KEY:
                 return self._key(text, _skip(_SEPARATORS, text, position))
             case _At.VALUE:
@@ -174,26 +203,52 @@ class RenamedJson:
                 position = _skip(_MEMBER_REST, text, position)
                 if position == len(text):
                     return position
-                self._at = _At.KEY if text[position] == _COMMA else _At.DONE
+                self._at = _At.KEY if text[position] == _COMMA else self._after_object()
                 return position + 1
+
+    def _start(self, text: bytes, position: int) -> int:
+        if position == len(text):
+            return position
+        if text[position] == _OPEN_OBJECT:
+            self._at = _At.KEY
+        elif text[position] == _OPEN_LIST and self._at is _At.START and self._renaming.place.each:
+            self._at, self._each = _At.ELEMENT, True
+        else:
+            self._at = _At.DONE
+        return position + 1
+
+    def _after_object(self) -> _At:
+        return _At.ELEMENT if self._each else _At.DONE
 
     def _key(self, text: bytes, position: int) -> int:
         found = _KEY.match(text, position)
         if found is None:
             if position < len(text) and text[position] != _QUOTE:
-                self._at = _At.DONE
+                self._at = self._after_object() if text[position] == _END_OBJECT else _At.DONE
+                return position + 1
             return position
-        if found[1] != b'"model"' and not (_ESCAPED_LETTER in found[1] and _decoded(found[1]) == "model"):
+        key, end = found[1], found.end()
+        if self._inside:
+            return self._entered(key, text, end)
+        if key != b'"model"' and not (_ESCAPED_LETTER in key and _decoded(key) == "model"):
             self._at = _At.VALUE
-            return found.end()
-        value = _WHOLE_STRING.match(text, found.end())
-        if value is None and text[found.end()] == _QUOTE:
+            return end
+        value = _WHOLE_STRING.match(text, end)
+        if value is None and text[end] == _QUOTE:
             return position
         name = None if value is None else self._renaming.applied(value[0])
         if value is not None and name is not None:
-            self._replaced = (value.start(), value.end(), name)
-        self._at = _At.DONE
-        return found.end()
+            self._replaced.append((*value.span(), name))
+        self._at = _At.VALUE if self._each else _At.DONE
+        return end
+
+    def _entered(self, key: bytes, text: bytes, end: int) -> int:
+        """Past a key of an object whose model is of no interest, but that of an object inside may be."""
+        if text[end] == _OPEN_OBJECT and _decoded(key) == self._inside:
+            self._inside = ""
+            return end + 1
+        self._at = _At.VALUE
+        return end
 
     def _value(self, text: bytes, position: int) -> int:
         first = text[position : position + 1]

@@ -40,6 +40,21 @@ class Endpoint(msgspec.Struct, frozen=True):
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What an engine says of its load beside an answer; None = not said.
+
+    Attributes:
+        waiting, running: requests. kv_usage: share in 0..1.
+        attributes: every other figure, by its name in the report's text form (`named_metrics.x`).
+    """
+
+    waiting: float | None = None
+    running: float | None = None
+    kv_usage: float | None = None
+    attributes: Mapping[str, float] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class Adapters:
     """LoRA adapters, by name and slot, as the engines tell them.
@@ -67,8 +82,9 @@ class PoolView:
         candidates: members that may be chosen now (ready, reachable).
         present: scraped at least once. Where False the scraped columns hold 0.
         stale: scraped, but too long ago to be trusted (set by `PoolStore.refresh`).
-        waiting_known, kv_known: some page told `waiting`, `kv_usage`; not so where an engine has no such
-            series. Where False the column holds 0, which is no figure.
+        waiting_known, running_known, kv_known: the endpoint told `waiting`, `running`, `kv_usage`; not so
+            where an engine has no such series, or tells it no more while it tells others. Where False the
+            column holds 0, which is no figure.
         waiting, running: requests. kv_usage: share in 0..1.
         block_size: tokens per KV block. cache_tokens: size of the prefix cache in tokens. 0 = unknown.
         hit_tokens, query_tokens: the engine's prefix-cache counters, tokens since its start. NaN = unknown.
@@ -77,7 +93,7 @@ class PoolView:
         by_host_port: slot of the endpoint at `address:port`.
         adapters: LoRA adapters; None until an engine tells of any.
         models: slots whose engine lists the model; empty unless a source asks for it.
-        attributes: figures by attribute key, one column each, NaN = unknown; empty unless configured.
+        attributes: figures by attribute key, one column each, NaN = unknown; the declared keys, no others.
     """
 
     capacity: int
@@ -88,6 +104,7 @@ class PoolView:
     present: Mask
     stale: Mask
     waiting_known: Mask
+    running_known: Mask
     kv_known: Mask
     waiting: Floats
     running: Floats

@@ -3,13 +3,15 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from math import isfinite
 from typing import Any, Final, Protocol
 
 import numpy as np
 import xxhash
 
-from epp.pool.metrics_page import EngineSample
-from epp.pool.records import Endpoint, PoolView
+from epp.pool.metrics_page import NO_LORA, EngineSample, LoraSample
+from epp.pool.named import NamedMasks
+from epp.pool.records import Adapters, Endpoint, LoadReport, PoolView
 
 FIRST_CAPACITY: Final = 16
 # Failed scrapes in a row after which an endpoint is taken for gone, unless an answer flows from it.
@@ -24,6 +26,7 @@ _COLUMNS: Final[tuple[tuple[str, type[np.generic], float], ...]] = (
     ("present", np.bool_, False),
     ("stale", np.bool_, False),
     ("waiting_known", np.bool_, False),
+    ("running_known", np.bool_, False),
     ("kv_known", np.bool_, False),
     ("waiting", np.float64, 0.0),
     ("running", np.float64, 0.0),
@@ -34,6 +37,7 @@ _COLUMNS: Final[tuple[tuple[str, type[np.generic], float], ...]] = (
     ("query_tokens", np.float64, np.nan),
     ("scraped_at", np.float64, 0.0),
 )
+_LOAD: Final = (("waiting", "waiting_known"), ("running", "running_known"), ("kv_usage", "kv_known"))
 
 
 class Member(Protocol):
@@ -90,6 +94,17 @@ class PoolStore:
         self._refused = np.zeros(FIRST_CAPACITY, np.bool_)
         self._failures = np.zeros(FIRST_CAPACITY, np.int64)
         self._answered_at = np.full(FIRST_CAPACITY, -np.inf)
+        # By figure of `_LOAD` and slot: when it was told, and whether beside an answer instead of on a page.
+        self._told_at = np.zeros((len(_LOAD), FIRST_CAPACITY))
+        self._beside = np.zeros((len(_LOAD), FIRST_CAPACITY), np.bool_)
+        self._models = NamedMasks(self.view.models)
+        self._running_adapters = NamedMasks({})
+        self._waiting_adapters = NamedMasks({})
+
+    def add_attributes(self, keys: Iterable[str]) -> None:
+        """Declare columns of `PoolView.attributes`. What is heard under other keys is left alone."""
+        for key in keys:
+            self.view.attributes.setdefault(key, np.full(self.view.capacity, np.nan))
 
     def add_member(self, member: Member) -> None:
         """From now on `member` is told who joins and leaves; it hears of present owners at once."""
@@ -161,6 +176,10 @@ class PoolStore:
     def _blank(self, slot: int) -> None:
         for name, _, blank in _COLUMNS:
             getattr(self.view, name)[slot] = blank
+        for column in self.view.attributes.values():
+            column[slot] = np.nan
+        self._models.set(slot, NO_LORA.running, self.view.capacity)
+        self._set_adapters(slot, NO_LORA)
         self._refused[slot] = False
         self._failures[slot] = 0
         self._answered_at[slot] = -np.inf
@@ -170,10 +189,19 @@ class PoolStore:
         more = view.capacity
         for name, dtype, blank in _COLUMNS:
             setattr(view, name, np.concatenate([getattr(view, name), np.full(more, blank, dtype)]))
+        for key, column in view.attributes.items():
+            view.attributes[key] = np.concatenate([column, np.full(more, np.nan)])
+        for named in (self._models, self._running_adapters, self._waiting_adapters):
+            named.grow(more)
+        if view.adapters is not None:
+            view.adapters.count = np.pad(view.adapters.count, (0, more))
+            view.adapters.most = np.pad(view.adapters.most, (0, more))
         self._listed = np.pad(self._listed, (0, more))
         self._refused = np.pad(self._refused, (0, more))
         self._failures = np.pad(self._failures, (0, more))
         self._answered_at = np.pad(self._answered_at, (0, more), constant_values=-np.inf)
+        self._told_at = np.pad(self._told_at, ((0, 0), (0, more)))
+        self._beside = np.pad(self._beside, ((0, 0), (0, more)))
         self._free.extend(range(view.capacity, view.capacity + more))
         heapify(self._free)
         view.capacity += more
@@ -194,21 +222,23 @@ class PoolStore:
     # -- what is heard of an endpoint -------------------------------------------------------------
 
     def sampled(self, slot: int, sample: EngineSample, now: float) -> None:
-        """A scrape succeeded. What the sample does not tell keeps its value.
+        """The endpoint's own page was read. What the sample does not tell keeps its value.
 
         A sample that tells nothing of the load proves the endpoint reachable and no more.
         """
         if not self._listed[slot]:
             return
+        self.learned(slot, sample, now)
+        if self._failures[slot]:
+            self._failures[slot] = 0
+            self._refused[slot] = False
+            self._choose(now)
+
+    def learned(self, slot: int, sample: EngineSample, now: float) -> None:
+        """The same from a page that does not prove the endpoint reachable: another server's, for example."""
+        if not self._listed[slot]:
+            return
         view = self.view
-        if sample.waiting is not None:
-            view.waiting[slot] = sample.waiting
-            view.waiting_known[slot] = True
-        if sample.running is not None:
-            view.running[slot] = sample.running
-        if sample.kv_usage is not None:
-            view.kv_usage[slot] = sample.kv_usage
-            view.kv_known[slot] = True
         if sample.block_size is not None:
             view.block_size[slot] = sample.block_size
         if sample.cache_tokens is not None:
@@ -217,14 +247,58 @@ class PoolStore:
             view.hit_tokens[slot] = sample.hit_tokens
         if sample.query_tokens is not None:
             view.query_tokens[slot] = sample.query_tokens
-        if sample.waiting is not None or sample.running is not None or sample.kv_usage is not None:
+        if sample.lora is not None:
+            self._set_adapters(slot, sample.lora)
+        self._set_load(slot, sample, now, beside=False)
+
+    def reported(self, slot: int, report: LoadReport, now: float) -> None:
+        """The endpoint told its load beside an answer. What is no finite amount is left alone."""
+        if self._listed[slot]:
+            self._set_load(slot, report, now, beside=True)
+
+    def _set_load(self, slot: int, told: EngineSample | LoadReport, now: float, *, beside: bool) -> None:
+        view = self.view
+        fresh = False
+        if told.waiting is not None and 0.0 <= told.waiting < np.inf:
+            view.waiting[slot] = told.waiting
+            view.waiting_known[slot] = fresh = True
+            self._told_at[0, slot], self._beside[0, slot] = now, beside
+        if told.running is not None and 0.0 <= told.running < np.inf:
+            view.running[slot] = told.running
+            view.running_known[slot] = fresh = True
+            self._told_at[1, slot], self._beside[1, slot] = now, beside
+        if told.kv_usage is not None and 0.0 <= told.kv_usage < np.inf:
+            view.kv_usage[slot] = min(told.kv_usage, 1.0)
+            view.kv_known[slot] = fresh = True
+            self._told_at[2, slot], self._beside[2, slot] = now, beside
+        for key, value in told.attributes.items():
+            column = view.attributes.get(key)
+            if column is not None and isfinite(value):
+                column[slot] = value
+        if fresh:
             view.present[slot] = True
             view.stale[slot] = False
             view.scraped_at[slot] = now
-        if self._failures[slot]:
-            self._failures[slot] = 0
-            self._refused[slot] = False
-            self._choose(now)
+
+    def listed_models(self, slot: int, models: frozenset[str]) -> None:
+        """The endpoint serves these models and no others."""
+        if self._listed[slot]:
+            self._models.set(slot, models, self.view.capacity)
+
+    def _set_adapters(self, slot: int, lora: LoraSample) -> None:
+        view = self.view
+        adapters = view.adapters
+        if adapters is None:
+            if lora is NO_LORA:
+                return
+            zeros = np.zeros(view.capacity, np.int64)
+            adapters = view.adapters = Adapters(
+                self._running_adapters.masks, self._waiting_adapters.masks, zeros, zeros.copy()
+            )
+        self._running_adapters.set(slot, lora.running, view.capacity)
+        self._waiting_adapters.set(slot, lora.waiting, view.capacity)
+        adapters.count[slot] = len(lora.running | lora.waiting)
+        adapters.most[slot] = lora.most
 
     def failed(self, slot: int, *, refused: bool, now: float) -> None:
         """A scrape failed; `refused`: nothing listens at the endpoint's port, until a scrape succeeds."""
@@ -242,15 +316,28 @@ class PoolStore:
     def refresh(self, now: float, interval_s: float) -> None:
         """Let time pass: recompute `stale` and the candidates, free the slots of drained endpoints.
 
+        A figure that newer pages leave out becomes unknown, and so does an old one that was told beside an
+        answer: an endpoint that is sent nothing because it once said that it was full cannot say otherwise.
+
         `interval_s`: how often each endpoint is scraped at present.
         """
         view = self.view
         limit_s = max(self._staleness_s, 3.0 * interval_s)
         np.greater(now - view.scraped_at, limit_s, out=view.stale)
         view.stale &= view.present
+        self._forget_untold(now, limit_s)
         if self._draining and self._free_drained():
             self._publish()
         self._choose(now)
+
+    def _forget_untold(self, now: float, limit_s: float) -> None:
+        view = self.view
+        known_until = np.where(self._beside, now, view.scraped_at) - limit_s
+        for figure, (column, known) in enumerate(_LOAD):
+            untold = getattr(view, known) & (self._told_at[figure] < known_until[figure])
+            if np.count_nonzero(untold):
+                getattr(view, known)[untold] = False
+                getattr(view, column)[untold] = 0.0
 
     def _choose(self, now: float) -> None:
         """Candidates: members not known to be unreachable; all of them when none would be left."""

@@ -1,7 +1,12 @@
-"""Admin pages on loopback: the last decisions with their explanation. No prompt text is kept or shown."""
+"""Admin pages: the last decisions with their explanation, and what the picker is and sees just now.
+
+No prompt text is kept or shown.
+"""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -9,11 +14,29 @@ from aiohttp import web
 from epp.runtime.explanations import DECISIONS_PATH
 from epp.scheduling.explain import RecordedDecision, explain
 
+SIGNALS_PATH: Final = "/signals"
+CONFIG_PATH: Final = "/config"
+JSON: Final = "application/json"
+TEXT: Final = "text/plain"
+LOOPBACK: Final = "127.0.0.1"
+
 _MOST_DIGITS = 6
 
+Handler = Callable[[web.Request], Awaitable[web.Response]]
 
-def admin_app(decisions: Callable[[], Iterable[RecordedDecision]]) -> web.Application:
-    """`GET /decisions?last=N&request_id=ID`: a JSON list of explanations, newest first."""
+
+class Page(NamedTuple):
+    """What is answered to GET. `make` runs on the event loop's thread."""
+
+    content_type: str
+    make: Callable[[], bytes]
+
+
+def admin_app(
+    decisions: Callable[[], Iterable[RecordedDecision]],
+    pages: Mapping[str, Page] = MappingProxyType({}),
+) -> web.Application:
+    """`GET /decisions?last=N&request_id=ID`: a JSON list of explanations, newest first. `pages`: by path."""
 
     async def show(request: web.Request) -> web.Response:
         last = request.query.get("last", "20")
@@ -24,27 +47,36 @@ def admin_app(decisions: Callable[[], Iterable[RecordedDecision]]) -> web.Applic
         found = [each for each in newest if wanted is None or each.request_id == wanted][: int(last)]
         # Hundreds of endpoints take milliseconds each, which requests should not have to wait for.
         body = await asyncio.to_thread(_explained, found)
-        return web.Response(body=body, content_type="application/json")
+        return web.Response(body=body, content_type=JSON)
 
     app = web.Application()
     app.router.add_get(DECISIONS_PATH, show)
+    for path, page in pages.items():
+        app.router.add_get(path, _handler(page))
     return app
+
+
+def _handler(page: Page) -> Handler:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=page.make(), content_type=page.content_type, charset="utf-8")
+
+    return answer
 
 
 def _explained(found: list[RecordedDecision]) -> bytes:
     return msgspec.json.encode([explain(each) for each in found])
 
 
-async def start_admin(app: web.Application, port: int) -> web.AppRunner:
-    """Listen on loopback.
+async def start_admin(app: web.Application, port: int, host: str = LOOPBACK) -> web.AppRunner:
+    """Listen on `host`; empty: on all addresses.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is taken, or the host is none of this machine's.
     """
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", port).start()
+        await web.TCPSite(runner, host or None, port).start()
     except OSError:
         await runner.cleanup()
         raise

@@ -3,10 +3,8 @@
 import asyncio
 import gc
 import logging
-import os
 import random
 import signal
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -15,38 +13,46 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
 import uvloop
-from prometheus_client import disable_created_metrics, start_http_server
+from prometheus_client import disable_created_metrics
 
-from epp.config.load import Assembly, build, default_config, load_config
+from epp.config.load import Assembly, default_config, load_config
 from epp.config.loaded import LoadedConfig
-from epp.director import Director
+from epp.director import TIMED_EVERY, Director
 from epp.errors import ConfigError, Problem, WarmrouteError
 from epp.extproc.exchange import Exchange
 from epp.extproc.limits import BodyBudget, Limits
 from epp.http2.errors import ConnectionFault, StreamFault
 from epp.http2.limits import MIB, Http2Limits
-from epp.kvcache.approximate import ApproximatePrefixProducer
 from epp.pool.ledger import InflightLedger
 from epp.pool.records import Endpoint
 from epp.pool.store import FIRST_CAPACITY, PoolStore
-from epp.runtime.admin import admin_app, start_admin
+from epp.runtime.admin import CONFIG_PATH, JSON, SIGNALS_PATH, TEXT, Page, admin_app, start_admin
 from epp.runtime.decoder import Decoder
 from epp.runtime.discovery import FileDiscovery, endpoints_from_flags
+from epp.runtime.gauges import Gauges
 from epp.runtime.grpcio import GrpcioTransport
 from epp.runtime.health import Health
 from epp.runtime.health_calls import health_methods
 from epp.runtime.health_grpcio import GrpcioHealthServer
 from epp.runtime.health_server import HealthServer
+from epp.runtime.legacy_metrics import LegacyMetrics
 from epp.runtime.metrics import Metrics
+from epp.runtime.metrics_server import check_metrics_tls, serve_metrics
 from epp.runtime.options import GRPCIO, Options
 from epp.runtime.own import OwnTransport
+from epp.runtime.plugin_state import STATE_PATH, Kept, from_another_thread, plugin_state
 from epp.runtime.recorder import RuntimeRecorder
+from epp.runtime.reload import ConfigFile, Running
 from epp.runtime.router import Router
 from epp.runtime.scrape import Scraper
 from epp.runtime.stream import Stream
+from epp.runtime.timed_stream import TimedStream
 from epp.runtime.tls import Certificates
+from epp.runtime.tracing_setup import MakeRouter, TracingSetup, router_maker
 from epp.runtime.transport import StreamCounts, Transport
+from epp.signals import Signals
 
 log = logging.getLogger(__name__)
 
@@ -65,87 +71,110 @@ def read_config(options: Options) -> LoadedConfig:
     """
     if options.config_file and options.config_text:
         raise ConfigError("--config-text", Problem("", "give --config-file or --config-text, not both"))
+    allow = options.allow_experimental_plugins
     if options.config_text:
-        return load_config(options.config_text, "--config-text")
+        return load_config(options.config_text, "--config-text", allow_experimental=allow)
     if not options.config_file:
         return default_config()
     try:
-        return load_config(Path(options.config_file).read_bytes(), options.config_file)
+        text = Path(options.config_file).read_bytes()
+        return load_config(text, options.config_file, allow_experimental=allow)
     except OSError as error:
         raise ConfigError(options.config_file, Problem("", f"cannot be read: {error.strerror}")) from None
 
 
 @dataclass(slots=True)
 class App:
-    """Everything with a life of its own. Build it with `assemble`, run it with `run`."""
+    """Everything with a life of its own. Build it with `assemble`, run it with `run`.
+
+    Attributes:
+        running: the configuration in use.
+        streams: ext-proc streams opened so far.
+    """
 
     options: Options
-    assembly: Assembly
+    running: Running
     store: PoolStore
     ledger: InflightLedger
     director: Director
     metrics: Metrics
+    gauges: Gauges
     recorder: RuntimeRecorder
     router: Router
     scraper: Scraper
     health: Health
     budget: BodyBudget
     limits: Limits
+    streams: int = 0
 
     # -- building ---------------------------------------------------------------------------------
 
     @classmethod
-    def assemble(cls, options: Options, loaded: LoadedConfig) -> "App":
+    def assemble(cls, options: Options, loaded: LoadedConfig, make_router: MakeRouter = Router) -> "App":
         """Raises ConfigError when configuration and options do not fit together."""
         ledger = InflightLedger(FIRST_CAPACITY)
         store = PoolStore(staleness_s=options.metrics_staleness_threshold, busy=ledger.busy)
-        assembly = build(loaded, store.view, secret=os.urandom(32))
-        for warning in assembly.warnings:
-            log.warning(warning)
-        for member in assembly.members:
-            store.add_member(member)
         metrics = Metrics(options.pool_name or "default", ("", version("warmroute")))
+        if options.legacy_metric_names:
+            LegacyMetrics(metrics)
+        running = Running(loaded, store, metrics, time.perf_counter)
         recorder = RuntimeRecorder(metrics, store.view)
         limits = Limits(body_bytes=options.max_request_body_bytes, held_bytes=options.max_held_bytes)
         director = Director(
             store,
             ledger,
-            assembly.plugins,
+            running.plugins,
             recorder,
             random.Random(options.seed if options.seed >= 0 else None),
             max_body_bytes=limits.body_bytes,
             use_subset=not options.disable_endpoint_subset_filter,
             plugin_clock=time.perf_counter,
         )
-        source = assembly.metrics_source
         scraper = Scraper(
             store,
-            interval_s=source.interval_s or options.refresh_metrics_interval,
-            scheme=source.scheme,
-            path=source.path,
-            tls=not source.insecure_skip_verify,
+            running.assembly.sources,
+            interval_s=options.refresh_metrics_interval,
             on_error=log.warning,
         )
-        decoder = Decoder(limits.body_bytes)
+        decoder = Decoder(limits.body_bytes, running.plugins.parsers)
         return cls(
             options=options,
-            assembly=assembly,
+            running=running,
             store=store,
             ledger=ledger,
             director=director,
             metrics=metrics,
+            gauges=Gauges(metrics),
             recorder=recorder,
-            router=Router(director, metrics, decoder, time.monotonic, scraper.busy),
+            router=make_router(
+                director,
+                recorder,
+                decoder,
+                time.monotonic,
+                scraper.busy,
+                scored=store.view if options.emit_endpoint_scores else None,
+            ),
             scraper=scraper,
             health=Health(),
             budget=BodyBudget(limits.held_bytes),
             limits=limits,
         )
 
+    @property
+    def assembly(self) -> Assembly:
+        """What the configuration in use comes to."""
+        return self.running.assembly
+
     def stream(self, wake: Callable[[], None]) -> Stream:
         """What a transport needs behind each of its streams."""
-        exchange = Exchange(self.budget, self.limits, lambda: str(uuid.uuid4()))
-        return Stream(exchange, self.router, time.monotonic, wake)
+        exchange = Exchange(
+            self.budget, self.limits, lambda: str(uuid.uuid4()), reports=bool(self.director.plugins.reporters)
+        )
+        self.streams += 1
+        if self.streams % TIMED_EVERY:
+            return Stream(exchange, self.router, time.monotonic, wake)
+        tally = self.metrics.histogram("response_processing_duration_seconds")
+        return TimedStream(exchange, self.router, time.monotonic, wake, tally, time.perf_counter)
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -166,6 +195,8 @@ class App:
                 background = [tasks.create_task(self.scraper.run()), tasks.create_task(self._upkeep())]
                 if discovery is not None:
                     background.append(tasks.create_task(discovery.run()))
+                if self.options.config_file and self.options.watch_config_file:
+                    background.append(tasks.create_task(self.config_file().follow()))
                 if certificates is not None and self.options.enable_cert_reload:
                     background.append(tasks.create_task(certificates.follow()))
                 self.health.synced()
@@ -175,8 +206,29 @@ class App:
                 for task in background:
                     task.cancel()
 
+    def config_file(self) -> ConfigFile:
+        """What follows `--config-file`."""
+        options = self.options
+        return ConfigFile(options.config_file, lambda: read_config(options), self.use, self.metrics)
+
+    def use(self, loaded: LoadedConfig) -> tuple[str, ...]:
+        """Put another configuration to use; returns the paths of what needs a restart.
+
+        Raises:
+            ConfigError: it cannot be used; nothing has changed.
+        """
+        self.running.use(loaded, self.director)
+        self.router.decoder.parsers = self.running.plugins.parsers
+        return self.running.waiting
+
+    def check(self) -> None:
+        """Read endpoints and certificates. Raises ConfigError where they cannot be used."""
+        self._discovery()
+        self._certificates()
+
     def _certificates(self) -> Certificates | None:
         options = self.options
+        check_metrics_tls(options.metrics_cert_dir, options.metrics_client_ca_file)
         return Certificates(options.cert_path, options.tls_rules) if options.secure_serving else None
 
     def _discovery(self) -> FileDiscovery | None:
@@ -187,10 +239,7 @@ class App:
             )
         if spec is None:
             if not flags:
-                raise ConfigError(
-                    self.options.config_file or "command line",
-                    Problem("", "no endpoints: name them with --endpoint or a file-discovery plugin"),
-                )
+                raise _no_endpoints(self.options)
             self.set_endpoints(endpoints_from_flags(flags))
             return None
         discovery = FileDiscovery(spec.path, spec.watch, self.set_endpoints, self.discovery_failed)
@@ -230,7 +279,7 @@ class App:
             self.budget,
             Http2Limits(
                 streams=options.max_concurrent_streams,
-                message_bytes=self.limits.body_bytes + MESSAGE_EXTRA_BYTES,
+                message_bytes=options.grpc_max_recv_msg_size or self.limits.body_bytes + MESSAGE_EXTRA_BYTES,
             ),
             None if certificates is None else certificates.server_context(),
             {} if health is None else health_methods(health, loop.call_soon_threadsafe),
@@ -249,17 +298,47 @@ class App:
             stack.callback(health.stop)
         if options.metrics_port:
             with _port("--metrics-port", options.metrics_port):
-                stack.callback(_serve_metrics(self.metrics, host, options.metrics_port))
-            if options.metrics_endpoint_auth:
+                tls = options.metrics_cert_dir, options.metrics_client_ca_file
+                state = from_another_thread(self.plugin_state, asyncio.get_running_loop())
+                pages = {STATE_PATH: Kept(state, time.monotonic)}
+                registry = self.metrics.registry
+                stack.callback(serve_metrics(registry, host, options.metrics_port, *tls, pages=pages))
+            if options.metrics_endpoint_auth and not options.metrics_client_ca_file:
                 log.warning("metrics are open to all: their authentication needs Kubernetes")
         if options.admin_port:
             with _port("--admin-port", options.admin_port):
-                runner = await start_admin(admin_app(lambda: self.recorder.decisions), options.admin_port)
+                app = admin_app(lambda: self.recorder.decisions, self.pages())
+                runner = await start_admin(app, options.admin_port, options.admin_host)
                 stack.push_async_callback(runner.cleanup)
         with _port("--grpc-port", options.grpc_port):
             await transport.start(_address(host, options.grpc_port))
             stack.push_async_callback(transport.stop)
         return transport
+
+    def pages(self) -> dict[str, Page]:
+        """Admin pages beside the decisions."""
+        return {
+            STATE_PATH: Page(JSON, self.plugin_state),
+            SIGNALS_PATH: Page(JSON, lambda: msgspec.json.encode(self.signals())),
+            CONFIG_PATH: Page(TEXT, lambda: str(self.running.effective).encode()),
+        }
+
+    def plugin_state(self) -> bytes:
+        """What the plugins in use say of themselves, as JSON."""
+        return plugin_state(self.assembly, time.time())
+
+    def signals(self) -> Signals:
+        """Load and latency of the last half minute, for who sizes the pool."""
+        view, load, now = self.store.view, self.ledger.load, time.monotonic()
+        return self.recorder.signals.read(
+            view,
+            load,
+            pool=self.metrics.pool_name,
+            namespace=self.options.pool_namespace,
+            saturation=self.gauges.saturation(self.assembly, view, load, now),
+            now=now,
+            time_s=time.time(),
+        )
 
     def stream_counts(self) -> StreamCounts:
         streams = self.metrics.gauge("extproc_streams_inflight")
@@ -294,6 +373,7 @@ class App:
             await asyncio.sleep(min(_UPKEEP_S, gauges_every_s))
 
     def _refresh_plugins(self, now: float) -> None:
+        self.running.release(self.director)
         for plugin in self.assembly.refreshed:
             try:
                 plugin.refresh(now)
@@ -301,11 +381,9 @@ class App:
                 self.recorder.plugin_failed(plugin, error)
 
     def renew_gauges(self) -> None:
-        self.metrics.pool(self.store, self.ledger, self.budget.used)
-        self.metrics.total("datalayer_poll_errors_total", self.scraper.errors, "metrics-data-source")
-        for name, producer in self.assembly.named.items():
-            if isinstance(producer, ApproximatePrefixProducer):
-                self.metrics.indexer_size(name, producer.size)
+        self.gauges.pool(self.store, self.ledger, self.budget.used)
+        self.gauges.sources(self.scraper.counts)
+        self.gauges.plugins(self.assembly, self.store.view, self.ledger.load, time.monotonic())
 
     async def _drain(self, transport: Transport, stop: "asyncio.Queue[signal.Signals]") -> None:
         """Health says no first; new requests are served while the proxy takes notice; then the last end.
@@ -340,17 +418,13 @@ def _address(host: str, port: int) -> str:
     return f"[{host or '::'}]:{port}" if not host or ":" in host else f"{host}:{port}"
 
 
-def _serve_metrics(metrics: Metrics, host: str, port: int) -> Callable[[], None]:
-    """Serve `/metrics` on a thread; returns what ends it."""
-    everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
-    server, thread = start_http_server(port, host or everywhere, metrics.registry)
-
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return close
+def _no_endpoints(options: Options) -> ConfigError:
+    """What to do where nothing says which endpoints there are."""
+    right = "name them with --endpoint or a file-discovery plugin"
+    flag = "--endpoint-selector" if options.endpoint_selector else "--pool-name"
+    if options.endpoint_selector or options.pool_name:
+        return ConfigError(flag, Problem("", f"endpoints are not found in Kubernetes yet; {right}"))
+    return ConfigError(options.config_file or "command line", Problem("", f"no endpoints: {right}"))
 
 
 def _signals() -> "asyncio.Queue[signal.Signals]":
@@ -362,8 +436,19 @@ def _signals() -> "asyncio.Queue[signal.Signals]":
     return came
 
 
-def serve(options: Options) -> None:
-    """Run the picker until it is told to stop.
+def validate(options: Options, tracing: TracingSetup | None = None) -> None:
+    """Everything that can be checked without serving, and warn of what is odd.
+
+    Raises:
+        ConfigError: as `serve`.
+    """
+    with router_maker(tracing) as make_router:
+        App.assemble(options, read_config(options), make_router).check()
+    log.info("flags, configuration, endpoints and certificates are right")
+
+
+def serve(options: Options, tracing: TracingSetup | None = None) -> None:
+    """Run the picker until it is told to stop. `tracing`: make spans of requests.
 
     Raises:
         ConfigError, OSError: as `App.run`.
@@ -372,11 +457,13 @@ def serve(options: Options) -> None:
     # Else each counter and histogram has a second series, which the field's pickers do not have.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     loaded = read_config(options)
-    app = App.assemble(options, loaded)
-    gc.collect()
-    gc.freeze()  # what was built at the start lives to the end; the collector need not look at it again
     try:
-        uvloop.run(app.run())
+        with router_maker(tracing) as make_router:
+            app = App.assemble(options, loaded, make_router)
+            gc.collect()
+            # What was built at the start lives to the end; the collector need not look at it again.
+            gc.freeze()
+            uvloop.run(app.run())
     except ExceptionGroup as faults:
         log.critical("the picker ends by a fault of its own", exc_info=faults)
         raise WarmrouteError("the picker ended by a fault of its own; its log has the details") from None

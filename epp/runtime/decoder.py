@@ -18,8 +18,9 @@ import msgspec
 import numpy as np
 
 from epp.errors import InternalError
-from epp.payload.records import Api, RawRequest
-from epp.payload.request import Parsed, api_of, parse_request
+from epp.payload.apis import DEFAULT_PARSERS, ParserSet
+from epp.payload.records import RawRequest
+from epp.payload.request import Parsed, parse_request
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +35,17 @@ _QUOTE, _BACKSLASH, _COMMA, _OPENING, _LOWER = b'"\\,{ '
 _LOOK_BYTES = 64 << 10  # stays in the processor's cache
 
 
-def is_large(raw: RawRequest) -> bool:
+def is_large(raw: RawRequest, parsers: ParserSet = DEFAULT_PARSERS) -> bool:
     """Whether the event loop should not read this body itself.
 
     What a compressed body holds is not known before it is inflated: a thousand times its size, at worst.
     """
     size = len(raw.body)
     compressed = size > 0 and raw.header("content-encoding") is not None
-    if size <= _SURELY_SMALL_BYTES and not compressed or api_of(raw.path) is Api.PASSTHROUGH:
+    if size <= _SURELY_SMALL_BYTES and not compressed:
+        return False
+    dialect = parsers.find(raw.path)
+    if dialect is None or dialect.read is None:
         return False
     return compressed or size > CHILD_BODY_BYTES or _is_laborious(raw.body)
 
@@ -71,6 +75,7 @@ class Decoder:
     """A child process that parses large bodies; started by the first of them."""
 
     max_body_bytes: int
+    parsers: ParserSet = DEFAULT_PARSERS
     _pool: ProcessPoolExecutor | None = field(default=None, init=False)
 
     async def parse(self, raw: RawRequest) -> Parsed:
@@ -84,7 +89,7 @@ class Decoder:
             pool = self._pool = self._pool or _start()
             try:
                 parsed = await asyncio.get_running_loop().run_in_executor(
-                    pool, _parse, raw, self.max_body_bytes
+                    pool, _parse, raw, self.max_body_bytes, self.parsers
                 )
             except BrokenProcessPool:
                 log.warning("the process that reads large bodies died; a new one is started")
@@ -127,8 +132,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _parse(raw: RawRequest, max_bytes: int) -> Parsed:
+def _parse(raw: RawRequest, max_bytes: int, parsers: ParserSet) -> Parsed:
     """The body, which the parent has, does not travel back."""
-    parsed = parse_request(raw, max_bytes=max_bytes)
+    parsed = parse_request(raw, max_bytes=max_bytes, parsers=parsers)
     plain = b"" if parsed.plain is parsed.body else parsed.plain
     return msgspec.structs.replace(parsed, body=b"", plain=plain)

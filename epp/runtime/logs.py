@@ -5,6 +5,9 @@ import logging
 import sys
 import time
 
+REQUESTS = "epp.requests"
+"""Logger of the one line that each request has, where there are any."""
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -47,12 +50,20 @@ def _one_line(value: str) -> str:
 def set_up(encoder: str, verbosity: int) -> None:
     """Log to stderr, as `encoder` says (json, console; empty: by what stderr is).
 
-    From verbosity 3 on there is a line for each request.
+    From verbosity 3 on there is a line for each request, from 4 on what is for developers; below 0 errors
+    only.
     """
     as_json = encoder == "json" or (not encoder and not sys.stderr.isatty())
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if as_json else Console())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(logging.WARNING)
-    logging.getLogger("epp").setLevel(logging.DEBUG if verbosity >= 3 else logging.INFO)
+    root.setLevel(logging.ERROR if verbosity < 0 else logging.WARNING)
+    logging.getLogger("epp").setLevel(_level(verbosity))
+    logging.getLogger(REQUESTS).setLevel(logging.INFO if verbosity >= 3 else logging.WARNING)
+
+
+def _level(verbosity: int) -> int:
+    if verbosity < 0:
+        return logging.ERROR
+    return logging.DEBUG if verbosity >= 4 else logging.INFO

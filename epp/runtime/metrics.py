@@ -1,38 +1,43 @@
-"""Prometheus metrics: what each row of the table is fed with.
+"""Prometheus metrics of requests: what each row of the table is fed with.
 
-Children are bound once per label set; label values that come from clients are bounded.
+Children are bound once per label set; label values that come from clients are bounded. What describes the
+pool and the plugins is in `epp.runtime.gauges`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import cast
 
-import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from epp.director import Prepared
 from epp.errors import RequestError
-from epp.pool.ledger import InflightLedger
+from epp.payload.rewrite import Rewrite
 from epp.pool.records import Endpoint
-from epp.pool.store import PoolStore
-from epp.runtime.metrics_table import LABEL_SETS, LABEL_VALUES, OTHER, collectors
-from epp.scheduling.records import Cause, Ended, PrefixMatch, Ticket
+from epp.runtime.metrics_table import LABEL_SETS, LABEL_VALUES, OTHER, Collector, collectors
+from epp.runtime.tallies import Tallies, Tally
+from epp.scheduling.records import PREFIX_MATCH, Cause, Ended, PrefixMatch, Ticket
 
-_PRIORITY = "0"
+APPROXIMATE = "approx-prefix-cache-producer"
+_ENGINES_ERROR = "ModelServerError"
+_NO_PRIORITY = "0"
 _BYTES_PER_TOKEN = 4  # as prompts are cut into blocks
-_LEDGER = "inflight-ledger"
-_APPROXIMATE = "approx-prefix-cache-producer"
 
 
 @dataclass(slots=True)
 class Bounded:
-    """Client-made label values: the first `limit` different ones pass, the rest become `other`."""
+    """Client-made label values: the first `limit` different ones pass, the rest become `other`.
+
+    Attributes:
+        pinned: values that always pass and are not counted.
+    """
 
     limit: int = LABEL_VALUES
+    pinned: Set[str] = frozenset()
     _seen: set[str] = field(default_factory=set)
 
     def __call__(self, value: str) -> str:
-        if value in self._seen:
+        if value in self._seen or value in self.pinned:
             return value
         if len(self._seen) >= self.limit:
             return OTHER
@@ -40,16 +45,16 @@ class Bounded:
         return value
 
 
-_Address = tuple[str, str, int]  # name, namespace, port
-_Collectors = dict[str, Counter | Gauge | Histogram]
+Address = tuple[str, str, int]  # name, namespace, port
 
 
 class _Children:
-    """The collectors of one model, target and flow, bound once."""
+    """The collectors of one model, target, flow and priority, bound once."""
 
     __slots__ = (
         "cached",
         "duration",
+        "gaps",
         "input",
         "ntpot",
         "output",
@@ -62,9 +67,9 @@ class _Children:
         "values",
     )
 
-    def __init__(self, made: _Collectors, values: tuple[str, ...]) -> None:
-        def histogram(name: str, *more: str) -> Histogram:
-            return cast(Histogram, made[name].labels(*values, *more))
+    def __init__(self, made: Mapping[str, Collector], values: tuple[str, ...]) -> None:
+        def histogram(name: str, *more: str) -> Tally:
+            return cast(Tallies, made[name]).labels(*values, *more)
 
         self.values = values
         self.total = cast(Counter, made["request_total"].labels(*values))
@@ -78,26 +83,32 @@ class _Children:
         self.ntpot = histogram("request_ntpot_seconds")
         self.ttft = {flag: histogram("request_ttft_seconds", str(flag).lower()) for flag in (False, True)}
         self.tpot = histogram("request_streaming_tpot_seconds")
+        self.gaps = histogram("request_streaming_itl_seconds")
+
+
+_Raw = tuple[str, str, str, int]  # model, target, flow, priority, as they came
 
 
 class Metrics:
     """What the picker counts. Called from the event loop's thread only; rendered by another."""
 
     def __init__(self, pool: str, build: tuple[str, str]) -> None:
-        """`build`: commit and build reference."""
+        """`pool`: its name, a label. `build`: commit and build reference."""
+        self.pool_name = pool
         self.registry = CollectorRegistry()
         self._made = collectors(self.registry)
-        self._pool = pool
         self._models = Bounded()
         self._flows = Bounded()
         self._children: dict[tuple[str, ...], _Children] = {}
-        self._attempts: dict[_Address, dict[str, Counter]] = {}
-        self._prefix: dict[str, tuple[Histogram, Histogram]] = {}
-        self._totals: dict[str, int] = {}
-        self._shown: dict[str, set[tuple[str, ...]]] = {}
+        self._known: dict[_Raw, _Children] = {}
+        self._attempts: dict[Address, dict[str, Counter]] = {}
+        self._prefix: dict[str, tuple[Tally, Tally]] = {}
+        self._totals: dict[tuple[str, ...], float] = {}
+        self._shown: dict[tuple[str, str], set[tuple[str, ...]]] = {}
         self._scheduler = self.histogram("scheduler_e2e_duration_seconds")
         self._processing = self.histogram("request_processing_duration_seconds")
         self.gauge("info", *build).set(1)
+        self.gauge("config_last_reload_successful").set(1)
 
     def gauge(self, name: str, *labels: str) -> Gauge:
         return cast(Gauge, self._made[name].labels(*labels) if labels else self._made[name])
@@ -105,21 +116,45 @@ class Metrics:
     def counter(self, name: str, *labels: str) -> Counter:
         return cast(Counter, self._made[name].labels(*labels) if labels else self._made[name])
 
-    def histogram(self, name: str, *labels: str) -> Histogram:
-        return cast(Histogram, self._made[name].labels(*labels) if labels else self._made[name])
+    def histogram(self, name: str, *labels: str) -> Tally:
+        return cast(Tallies, self._made[name]).labels(*labels)
+
+    def collector(self, name: str) -> Collector:
+        """All series of a metric."""
+        return self._made[name]
+
+    def pin(self, models: Iterable[str]) -> None:
+        """These names keep their label value, however many models there are. In place of those before."""
+        self._models.pinned = frozenset(models)
+        self._known.clear()
+
+    def flow(self, name: str) -> str:
+        """The label value of a fairness id."""
+        return self._flows(name)
 
     # -- one request ------------------------------------------------------------------------------
 
     def _of(self, prepared: Prepared) -> _Children:
         request = prepared.request
-        values = (
-            self._models(request.model),
-            self._models(request.target_model),
-            self._flows(prepared.flow),
-            _PRIORITY,
-        )
+        raw = (request.model, request.target_model, prepared.flow, prepared.priority)
+        found = self._known.get(raw)
+        if found is None:
+            found = self._bound(raw)
+            if len(self._known) < LABEL_SETS:
+                self._known[raw] = found
+        return found
+
+    def _bound(self, raw: _Raw) -> _Children:
+        model, target, flow, priority = raw
+        values = (self._models(model), self._models(target), self._flows(flow), str(priority))
         if values not in self._children and len(self._children) >= LABEL_SETS:
-            values = (OTHER, OTHER, OTHER, _PRIORITY)
+            pinned = self._models.pinned
+            values = (
+                model if model in pinned else OTHER,
+                target if target in pinned else OTHER,
+                OTHER,
+                str(priority),
+            )
         found = self._children.get(values)
         if found is None:
             found = self._children[values] = _Children(self._made, values)
@@ -130,10 +165,15 @@ class Metrics:
         self._scheduler.observe(choosing_s)
         self._processing.observe(reading_s + choosing_s)
 
+    def rewritten(self, prepared: Prepared, rewrite: Rewrite) -> None:
+        """A rule chose the model."""
+        labels = (rewrite.rule_name, self._models(prepared.request.model), rewrite.target)
+        self.counter("model_rewrite_decisions_total", *labels).inc()
+
     def refused(self, prepared: Prepared | None, error: RequestError) -> None:
         """`prepared`: None where the request could not be read."""
-        values = self._of(prepared).values if prepared else ("", "", "", _PRIORITY)
-        self.counter("request_error_total", *values, str(error.status)).inc()
+        values = self._of(prepared).values if prepared else ("", "", "", _NO_PRIORITY)
+        self.counter("request_error_total", *values, error.code).inc()
         if prepared is not None:
             self.counter("scheduler_attempts_total", "failure", values[1], "", "", "").inc()
 
@@ -143,8 +183,9 @@ class Metrics:
         of.running.inc()
         of.request_bytes.observe(prepared.body_bytes)
         self._attempt(ticket.placement.serving.endpoints[0], of.values[1])
-        for key, match in ticket.facts.items():
-            self._prefix_hit(key.producer, match, ticket.slot)
+        for key, fact in ticket.facts.items():
+            if key.kind == PREFIX_MATCH:
+                self._prefix_hit(key.producer, fact, ticket.slot)
         for leg in ticket.placement.legs:
             for timing in leg.decision.timings:
                 labels = (timing.extension_point, timing.plugin_type, timing.plugin_name)
@@ -162,8 +203,8 @@ class Metrics:
         bound = self._prefix.get(producer)
         if bound is None:
             bound = self._prefix[producer] = (
-                self.histogram("prefix_indexer_hit_ratio", producer, _APPROXIMATE),
-                self.histogram("prefix_indexer_hit_bytes", producer, _APPROXIMATE),
+                self.histogram("prefix_indexer_hit_ratio", producer, APPROXIMATE),
+                self.histogram("prefix_indexer_hit_bytes", producer, APPROXIMATE),
             )
         blocks = int(match.blocks[slot])
         bound[0].observe(blocks / match.total_blocks if match.total_blocks else 0.0)
@@ -178,8 +219,10 @@ class Metrics:
         of.running.dec()
         took_s = now - prepared.received_at
         if ticket.status >= 400 or fact.cause is not Cause.NATURAL:
-            code = str(ticket.status) if ticket.status >= 400 else str(fact.cause)
+            code = _ENGINES_ERROR if ticket.status >= 400 else str(fact.cause)
             self.counter("request_error_total", *of.values, code).inc()
+        if ticket.streaming and fact.gaps is not None and ticket.status < 400:
+            of.gaps.add(fact.gaps.counts, fact.gaps.seconds)
         if fact.cause is not Cause.NATURAL:
             return
         of.duration.observe(took_s)
@@ -196,70 +239,34 @@ class Metrics:
         if ticket.streaming and ticket.first_token_at is not None and usage.output_tokens > 1:
             of.tpot.observe((now - ticket.first_token_at) / (usage.output_tokens - 1))
 
-    # -- the pool ---------------------------------------------------------------------------------
+    # -- what is counted elsewhere ----------------------------------------------------------------
 
-    def pool(self, store: PoolStore, ledger: InflightLedger, held_bytes: int) -> None:
-        """Renew what describes the pool, and forget endpoints that are gone.
+    def show(self, name: str, values: Mapping[tuple[str, ...], float], teller: str = "") -> None:
+        """Make these the series of a gauge that `teller` tells."""
+        for labels, value in values.items():
+            self.gauge(name, *labels).set(value)
+        for labels in self._shown.get((name, teller), set()) - values.keys():
+            self._made[name].remove(*labels)
+        self._shown[name, teller] = set(values)
 
-        Means and deviations are over the fresh endpoints whose engine tells the figure. Where none does they
-        are 0: the series are there in every pool.
-        """
-        view = store.view
-        members = np.fromiter((slot for slot, _ in store.roster), np.intp, len(store.roster))
-        fresh = members[view.present[members] & ~view.stale[members]]
-        for name, column, told in (
-            ("kv_cache_utilization", view.kv_usage, view.kv_known),
-            ("queue_size", view.waiting, view.waiting_known),
-            ("running_requests", view.running, view.present),
-        ):
-            values = column[fresh[told[fresh]]]
-            self.gauge(f"average_{name}", self._pool).set(values.mean() if len(values) else 0.0)
-            self.gauge(f"std_dev_{name}", self._pool).set(values.std() if len(values) else 0.0)
-        self.gauge("ready_endpoints", self._pool).set(int(np.count_nonzero(view.candidates)))
-        self.gauge("extproc_held_bytes").set(held_bytes)
-        self.total("ledger_overdrafts_total", ledger.overdrafts)
-        self._endpoints(store, ledger)
+    def total(self, name: str, total: float, *labels: str) -> None:
+        """Bring a counter to a count that is kept elsewhere. One that has fallen began anew in between."""
+        key = (name, *labels)
+        before = self._totals.get(key, 0)
+        self.counter(name, *labels).inc(total - before if total >= before else total)
+        self._totals[key] = total
 
-    def _endpoints(self, store: PoolStore, ledger: InflightLedger) -> None:
-        """The gauges of each endpoint. A removed one is in flight until its last request has ended; where
-        its successor has its name, their loads are one series.
-        """
-        view, load = store.view, ledger.load
-        waiting: dict[tuple[str, ...], float] = {}
-        requests: dict[tuple[str, ...], float] = {}
-        tokens: dict[tuple[str, ...], float] = {}
-        for slot, member in store.roster:
-            if view.waiting_known[slot]:
-                labels: tuple[str, ...] = (self._pool, member.name)
-                waiting[labels] = waiting.get(labels, 0.0) + view.waiting[slot]
-        owners = set()
-        for slot, owner in enumerate(view.endpoints):
-            if owner is not None:
-                owners.add((owner.name, owner.namespace, owner.port))
-                labels = (owner.name, owner.namespace, _LEDGER, "", "")
-                requests[labels] = requests.get(labels, 0) + load.requests[slot]
-                tokens[labels] = tokens.get(labels, 0) + load.prefill_tokens[slot]
-        self._show("per_endpoint_queue_size", waiting)
-        self._show("inflight_requests", requests)
-        self._show("inflight_tokens", tokens)
+    def totals(self, name: str, totals: Mapping[tuple[str, ...], float]) -> None:
+        """`total` for all series of a counter; those that are not among them end."""
+        for labels, total in totals.items():
+            self.total(name, total, *labels)
+        for key in [key for key in self._totals if key[0] == name and key[1:] not in totals]:
+            del self._totals[key]
+            self._made[name].remove(*key[1:])
+
+    def forget_endpoints(self, owners: Set[Address]) -> None:
+        """Drop the attempts of all endpoints but these."""
         for name, namespace, port in self._attempts.keys() - owners:
             for target in self._attempts.pop((name, namespace, port)):
                 labels = ("success", target, name, namespace, str(port))
                 self._made["scheduler_attempts_total"].remove(*labels)
-
-    def _show(self, name: str, values: Mapping[tuple[str, ...], float]) -> None:
-        """Make these the series of a gauge."""
-        for labels, value in values.items():
-            self.gauge(name, *labels).set(value)
-        for labels in self._shown.get(name, set()) - values.keys():
-            self._made[name].remove(*labels)
-        self._shown[name] = set(values)
-
-    def total(self, name: str, total: int, *labels: str) -> None:
-        """Bring a counter to a count that is kept elsewhere; one series of each name."""
-        self.counter(name, *labels).inc(total - self._totals.get(name, 0))
-        self._totals[name] = total
-
-    def indexer_size(self, producer: str, size: int) -> None:
-        """Of an approximate prefix producer."""
-        self.gauge("prefix_indexer_size", producer, _APPROXIMATE).set(size)

@@ -6,13 +6,15 @@ Names, labels and buckets are the field's.
 from dataclasses import dataclass
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from epp import names
 from epp.director import TIMED_EVERY
+from epp.runtime.tallies import Tallies
+from epp.scheduling.records import GAP_BOUNDS_S
 
-# Different values of one label that clients choose, and sets of them: each set has ten histograms, 55 kB and
-# 250 lines on the page. What is beyond is counted together.
+# Different values of one label that clients choose, and sets of them: each set has eleven histograms and 270
+# lines on the page. What is beyond is counted together.
 LABEL_VALUES = 1000
 LABEL_SETS = 1000
 OTHER = "other"
@@ -31,6 +33,7 @@ _TTFT = tuple(bound for bound in _DURATION if bound <= 120)
 _NTPOT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _SCHEDULER = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 _PROCESSING = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_ANSWER = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 # The field's lists have 32778 among these powers of two; it is 32768 here.
 _POWERS = (1, *(2**power for power in range(3, 21)))
 _REQUEST_BYTES = tuple(2**power for power in range(6, 31))
@@ -40,6 +43,7 @@ _HIT_BYTES = (0, *(2**power for power in range(4, 17)))
 
 _MODEL = ("model_name", "target_model_name", "fairness_id", "priority")
 _PLUGIN = ("plugin_name", "plugin_type")
+_ENCODER = ("plugin_type", "plugin_name")
 _INFLIGHT = ("endpoint_name", "namespace", "producer_name", "fairness_id", "priority")
 
 
@@ -98,6 +102,13 @@ TABLE: tuple[Metric, ...] = (
         _TPOT,
     ),
     Metric(
+        "request_streaming_itl_seconds",
+        "histogram",
+        _MODEL,
+        "Streamed answers: time between two body chunks, from the first output token on.",
+        GAP_BOUNDS_S,
+    ),
+    Metric(
         "average_kv_cache_utilization",
         "gauge",
         ("name",),
@@ -125,7 +136,8 @@ TABLE: tuple[Metric, ...] = (
         "plugin_duration_seconds",
         "histogram",
         ("extension_point", "plugin_type", "plugin_name"),
-        f"One call of a filter, scorer or picker, measured on one request in {TIMED_EVERY}.",
+        f"One call of a plugin, measured on one request in {TIMED_EVERY}; of a profile handler with the "
+        "profiles it ran.",
         _SCHEDULER,
     ),
     Metric(
@@ -141,8 +153,29 @@ TABLE: tuple[Metric, ...] = (
         "From the complete request to its placement: reading the body and choosing.",
         _PROCESSING,
     ),
+    Metric(
+        "response_processing_duration_seconds",
+        "histogram",
+        (),
+        f"Time spent on one answer's messages, from its headers to its end; one stream in {TIMED_EVERY}.",
+        _ANSWER,
+    ),
     Metric("info", "gauge", ("commit", "build_ref"), "Build of this picker; always 1."),
-    Metric("datalayer_poll_errors_total", "counter", ("source_type",), "Failed reads of engine metrics."),
+    Metric(
+        "model_rewrite_decisions_total",
+        "counter",
+        ("model_rewrite_name", "model_name", "target_model"),
+        "Decisions of rewrite rules, those for the same model included.",
+    ),
+    Metric(
+        "datalayer_poll_errors_total", "counter", ("source_type",), "Asking an engine for its state failed."
+    ),
+    Metric(
+        "datalayer_extract_errors_total",
+        "counter",
+        ("source_type", "extractor_type"),
+        "An engine's answer lacked something that is read from it.",
+    ),
     Metric("prefix_indexer_size", "gauge", _PLUGIN, "Pairs of block and endpoint in the prefix index."),
     Metric(
         "prefix_indexer_hit_ratio",
@@ -159,16 +192,50 @@ TABLE: tuple[Metric, ...] = (
         _HIT_BYTES,
     ),
     Metric(
+        "encoder_cache_queries_total",
+        "counter",
+        (*_ENCODER, "modality"),
+        "Media looked up among those that endpoints encoded.",
+    ),
+    Metric(
+        "encoder_cache_hits_total",
+        "counter",
+        (*_ENCODER, "pod", "modality"),
+        "Media found, by endpoint (`namespace/name`).",
+    ),
+    Metric(
+        "encoder_cache_hit_ratio",
+        "histogram",
+        _ENCODER,
+        "Share of a request's media that an endpoint encoded already, once for each endpoint.",
+        _RATIO,
+    ),
+    Metric(
         "inflight_requests",
         "gauge",
         _INFLIGHT,
-        "Requests in flight to each endpoint.",
+        "Requests in flight to each endpoint, counted by the picker's own ledger (`inflight-ledger`, without "
+        "fairness id and priority) and by each `inflight-load-producer`.",
     ),
     Metric(
         "inflight_tokens",
         "gauge",
         _INFLIGHT,
-        "Uncached prompt tokens in flight to each endpoint, until its first output token.",
+        "Uncached prompt tokens in flight to each endpoint until its first output token; of a producer with "
+        "the output it estimates.",
+    ),
+    Metric(
+        "flow_control_pool_saturation",
+        "gauge",
+        ("inference_pool", "stage"),
+        "How full the saturation detector finds the pool, 1 and above is saturated: endpoints that prefill, "
+        "those that decode, and the larger of both (`effective`). A stage without endpoints has no series.",
+    ),
+    Metric(
+        "flow_control_stale_endpoints",
+        "gauge",
+        ("detector",),
+        "Candidates whose figures are missing or too old for the saturation detector.",
     ),
     Metric("extproc_streams_inflight", "gauge", (), "Open ext-proc streams."),
     Metric("extproc_streams_total", "counter", ("code",), "Finished ext-proc streams by how they ended."),
@@ -206,12 +273,27 @@ TABLE: tuple[Metric, ...] = (
         (),
         "Discovery files that could not be used; the old one stays.",
     ),
+    Metric(
+        "config_reload_errors_total",
+        "counter",
+        (),
+        "Configuration files that could not be used; the old configuration stays.",
+    ),
+    Metric(
+        "config_last_reload_successful",
+        "gauge",
+        (),
+        "1 where the configuration in use is that of the file, 0 after a file that could not be used.",
+    ),
 )
 
 
-def collectors(registry: CollectorRegistry) -> dict[str, Counter | Gauge | Histogram]:
+Collector = Counter | Gauge | Tallies
+
+
+def collectors(registry: CollectorRegistry) -> dict[str, Collector]:
     """The table as live collectors, by name without prefix."""
-    made: dict[str, Counter | Gauge | Histogram] = {}
+    made: dict[str, Collector] = {}
     for row in TABLE:
         name = names.METRIC_PREFIX + row.name
         match row.kind:
@@ -220,7 +302,7 @@ def collectors(registry: CollectorRegistry) -> dict[str, Counter | Gauge | Histo
             case "gauge":
                 made[row.name] = Gauge(name, row.help, row.labels, registry=registry)
             case "histogram":
-                made[row.name] = Histogram(name, row.help, row.labels, registry=registry, buckets=row.buckets)
+                made[row.name] = Tallies(name, row.help, row.labels, row.buckets, registry)
     return made
 
 
@@ -231,9 +313,9 @@ def reference() -> str:
         "",
         f"Served at `:{names.METRICS_PORT}/metrics`. Every name has the prefix `{names.METRIC_PREFIX}`;",
         "histograms add `_bucket`, `_sum` and `_count`. Labels that come from clients are bounded: after",
-        f"{LABEL_VALUES} models or flows, or {LABEL_SETS} combinations of them, the rest is `{OTHER}`. What",
-        "describes the pool and its endpoints is renewed at `--refresh-prometheus-metrics-interval`; the",
-        "series of an endpoint end with it.",
+        f"{LABEL_VALUES} models or flows, or {LABEL_SETS} combinations of them, the rest is `{OTHER}`;",
+        "models that rewrite rules name keep their names. What describes the pool, its endpoints and plugins",
+        "is renewed at `--refresh-prometheus-metrics-interval`; the series of an endpoint end with it.",
         "",
         "| Name | Type | Labels | Meaning |",
         "|---|---|---|---|",

@@ -1,38 +1,73 @@
-"""What the director tells: to metrics, to the log, and to the ring of last decisions."""
+"""What is told of requests: to metrics, to signals, to the log, and to the ring of last decisions."""
 
 import logging
 from collections import defaultdict, deque
 
+from epp import names
 from epp.director import Prepared
+from epp.errors import RequestError
+from epp.payload.records import RawRequest, find_header
 from epp.pool.records import PoolView
+from epp.runtime.logs import REQUESTS
 from epp.runtime.metrics import Metrics
+from epp.runtime.plugin_timing import real
+from epp.runtime.signal_window import SignalWindow
 from epp.scheduling.explain import RecordedDecision, record_decision
 from epp.scheduling.ports import Ctx
 from epp.scheduling.records import AnswerFact, Ended, FirstToken, Ticket
 
 log = logging.getLogger(__name__)
+lines = logging.getLogger(REQUESTS)
 
 RING = 256
 LOGGED = 256
 
 
 class RuntimeRecorder:
-    """See `epp.director.Recorder`. `decisions` holds the last ones, oldest first."""
+    """See `epp.director.Recorder`; what happens before and without a director's choice is told here too.
+
+    Attributes:
+        decisions: the last ones, oldest first.
+        signals: of the last requests.
+    """
 
     def __init__(self, metrics: Metrics, view: PoolView) -> None:
         self.decisions: deque[RecordedDecision] = deque(maxlen=RING)
+        self.signals = SignalWindow()
         self._metrics = metrics
         self._view = view
-        self._line = log.isEnabledFor(logging.DEBUG)
+        self._line = lines.isEnabledFor(logging.INFO)
         self._logged: defaultdict[str, set[str]] = defaultdict(set)
+
+    # -- without the director ---------------------------------------------------------------------
+
+    def decided(self, prepared: Prepared, began: float, done: float) -> None:
+        """The director was asked from `began` to `done`, whatever came of it."""
+        self._metrics.decided(began - prepared.received_at, done - began)
+        if prepared.rewrite is not None:
+            self._metrics.rewritten(prepared, prepared.rewrite)
+
+    def refused(self, raw: RawRequest, prepared: Prepared | None, error: RequestError, now: float) -> None:
+        """`prepared`: None where the request could not be read."""
+        self._metrics.refused(prepared, error)
+        self.signals.refused(prepared, now)
+        if self._line:
+            asked = _asked(prepared) if prepared else {"request_id": raw.request_id}
+            lines.info(
+                "request refused",
+                extra={**asked, "status": error.status, "reason": error.reason, "error": error.message},
+            )
+
+    # -- of the director --------------------------------------------------------------------------
 
     def placed(self, prepared: Prepared, ticket: Ticket, ctx: Ctx) -> None:
         self.decisions.append(record_decision(prepared.request_id, ticket.placement.legs, ctx))
         self._metrics.placed(prepared, ticket)
+        self.signals.placed(prepared, ctx.now)
 
     def plugin_failed(self, plugin: object, error: Exception) -> None:
         """Counted each time, logged once per kind of fault: there may be thousands a second."""
-        kind, fault = type(plugin).__name__, type(error).__name__
+        kind, fault = type(real(plugin)).__name__, type(error).__name__
         self._metrics.counter("plugin_failures_total", kind).inc()
         if self._first(kind, fault):
             log.error(
@@ -58,22 +93,39 @@ class RuntimeRecorder:
         match fact:
             case FirstToken():
                 self._metrics.first_token(prepared, ticket, now)
+                self.signals.first_token(prepared, ticket, now)
             case Ended():
                 self._metrics.ended(prepared, ticket, fact, now)
+                self.signals.ended(ticket, fact, now)
                 if self._line:
                     self._log_request(prepared, ticket, fact, now)
 
     def _log_request(self, prepared: Prepared, ticket: Ticket, fact: Ended, now: float) -> None:
-        log.debug(
+        usage, first_token_at = fact.usage, ticket.first_token_at
+        lines.info(
             "request",
             extra={
-                "request_id": prepared.request_id,
-                "model": prepared.request.model,
+                **_asked(prepared),
                 "endpoint": self._view.host_ports[ticket.slot],
                 "status": ticket.status,
                 "cause": str(fact.cause),
+                "streaming": ticket.streaming,
                 "duration_s": round(now - prepared.received_at, 6),
-                "prompt_tokens": fact.usage.prompt_tokens if fact.usage else None,
-                "output_tokens": fact.usage.output_tokens if fact.usage else None,
+                "ttft_s": None if first_token_at is None else round(first_token_at - prepared.received_at, 6),
+                "prompt_tokens": usage.prompt_tokens if usage else None,
+                "cached_tokens": usage.cached_tokens if usage else None,
+                "output_tokens": usage.output_tokens if usage else None,
             },
         )
+
+
+def _asked(prepared: Prepared) -> dict[str, object]:
+    """The request's part of its line."""
+    return {
+        "request_id": prepared.request_id,
+        "model": prepared.request.model,
+        "target_model": prepared.request.target_model,
+        "fairness_id": prepared.flow,
+        "objective": find_header(prepared.headers, *names.OBJECTIVE),
+        "priority": prepared.priority,
+    }

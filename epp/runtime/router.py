@@ -5,35 +5,41 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+
 from epp.director import Director, Prepared, Refusal
 from epp.errors import InternalError, RequestError
-from epp.extproc.records import Refused, Routed
+from epp.extproc.records import Refused, Routed, Scores
 from epp.payload.records import RawRequest
+from epp.pool.records import PoolView
 from epp.runtime.decoder import Decoder, is_large
-from epp.runtime.metrics import Metrics
+from epp.runtime.recorder import RuntimeRecorder
 from epp.runtime.stream import Deliver
 from epp.runtime.turns import Turns
-from epp.scheduling.records import AnswerFact, Edits, TicketId
+from epp.scheduling.records import AnswerFact, Completed, Edits, Metadata, Placement, TicketId
 
 log = logging.getLogger(__name__)
 
 
 class Router:
-    """The runtime's side of the director: clock, metrics, and what has to be awaited before a choice."""
+    """The runtime's side of the director: clock, recorder, and what has to be awaited before a choice."""
 
     def __init__(
         self,
         director: Director,
-        metrics: Metrics,
+        recorder: RuntimeRecorder,
         decoder: Decoder,
         clock: Callable[[], float],
         traffic: Callable[[float], None],
+        scored: PoolView | None = None,
     ) -> None:
+        """`scored`: the pool whose endpoints' scores the proxy is told; None = it is not told."""
         self._director = director
-        self._metrics = metrics
+        self._recorder = recorder
         self.decoder = decoder
         self._clock = clock
         self._traffic = traffic
+        self._scored = scored
         self._tasks: set[asyncio.Task[None]] = set()
         self._turns = Turns(clock)
 
@@ -53,7 +59,7 @@ class Router:
             deliver(outcome)
 
     def _route(self, raw: RawRequest, received_at: float, deliver: Deliver) -> Routed | Refused | None:
-        if not is_large(raw):
+        if not is_large(raw, self._director.plugins.parsers):
             return self._routed(raw, partial(self._director.prepare, raw, received_at))
         task = asyncio.get_running_loop().create_task(self._route_large(raw, received_at, deliver))
         self._tasks.add(task)
@@ -84,11 +90,11 @@ class Router:
         now = self._clock()
         self._traffic(now)
         try:
-            outcome = self._director.submit(prepared, now)
+            outcome = self._submit(raw, prepared, now)
         except Exception:
             return self._broken(raw)
         done = self._clock()
-        self._metrics.decided(now - prepared.received_at, done - now)
+        self._recorder.decided(prepared, now, done)
         if isinstance(outcome, Refusal):
             return self._refuse(raw, prepared, outcome.error)
         request = prepared.request
@@ -100,27 +106,32 @@ class Router:
             target_model=request.target_model,
             body=prepared.body,
             remove_headers=prepared.remove_headers,
+            stream=request.stream,
+            scores=None if self._scored is None else _scores(self._scored, outcome),
         )
 
+    def _submit(self, raw: RawRequest, prepared: Prepared, now: float) -> Placement | Refusal:
+        return self._director.submit(prepared, now)
+
     def _refuse(self, raw: RawRequest, prepared: Prepared | None, error: RequestError) -> Refused:
-        self._metrics.refused(prepared, error)
-        log.debug(
-            "request refused",
-            extra={"request_id": raw.request_id, "status": error.status, "error": error.message},
-        )
-        return Refused(self._clock(), error)
+        now = self._clock()
+        self._recorder.refused(raw, prepared, error, now)
+        return Refused(now, error)
 
     def _broken(self, raw: RawRequest) -> Refused:
         """A fault of ours: the client gets a plain 500, the log the trace."""
         path = raw.path.partition("?")[0]
         log.exception("request failed", extra={"request_id": raw.request_id, "path": path})
         error = InternalError("the endpoint picker failed on this request; its log has the details")
-        self._metrics.refused(None, error)
-        return Refused(self._clock(), error)
+        return self._refuse(raw, None, error)
 
     def observe(self, ticket: TicketId, fact: AnswerFact) -> Edits:
         """See `Routes.observe`."""
         return self._director.observe(ticket, fact, self._clock())
+
+    def report(self, ticket: TicketId, completed: Completed) -> Metadata:
+        """See `Routes.report`."""
+        return self._director.report(ticket, completed)
 
     def close(self) -> None:
         """Give up what is still being read or waits for its turn."""
@@ -128,3 +139,9 @@ class Router:
         for task in self._tasks:
             task.cancel()
         self.decoder.close()
+
+
+def _scores(view: PoolView, placement: Placement) -> Scores:
+    """Total scores of the profile that chose where the request goes; of all its filters had left."""
+    total = placement.serving.decision.total
+    return tuple([(view.host_ports[slot], float(total[slot])) for slot in np.flatnonzero(~np.isnan(total))])

@@ -28,7 +28,7 @@ from epp.extproc.records import (
     Send,
 )
 from epp.payload.records import RawRequest
-from epp.scheduling.records import AnswerFact, AnswerHeaders, Edits, TicketId
+from epp.scheduling.records import AnswerFact, AnswerHeaders, Completed, Edits, Metadata, TicketId
 
 Deliver = Callable[[Routed | Refused], None]
 
@@ -41,6 +41,10 @@ class Routes(Protocol):
         ...
 
     def observe(self, ticket: TicketId, fact: AnswerFact) -> Edits: ...
+
+    def report(self, ticket: TicketId, completed: Completed) -> Metadata:
+        """What goes to the proxy with the end of an answer."""
+        ...
 
 
 class Stream:
@@ -151,12 +155,18 @@ class Stream:
             case Send(reply):
                 self.outbox.append(encode(reply))
             case Observe(ticket, fact):
-                edits = self._routes.observe(ticket, fact)
-                if isinstance(fact, AnswerHeaders):
-                    self._inbox.append(Edited(at, edits))
+                self._observe(ticket, fact, at)
             case Route(raw):
                 outcome = self._routes.route(raw, self._deliver)
                 if outcome is not None:
                     self._inbox.append(outcome)
             case Finish():
                 self.finished = True
+
+    def _observe(self, ticket: TicketId, fact: AnswerFact | Completed, at: float) -> None:
+        if isinstance(fact, Completed):
+            self._inbox.append(Edited(at, metadata=self._routes.report(ticket, fact)))
+            return
+        edits = self._routes.observe(ticket, fact)
+        if isinstance(fact, AnswerHeaders):
+            self._inbox.append(Edited(at, edits))

@@ -44,7 +44,9 @@ class RecordedDecision(NamedTuple):
 def record_decision(request_id: str, legs: tuple[Leg, ...], ctx: Ctx) -> RecordedDecision:
     """Copy what `explain` needs. Call before the request is charged, so that the load is the one seen."""
     view, load = ctx.view, ctx.load
-    matches = tuple((key.producer, _detached(match)) for key, match in ctx.facts.items())
+    matches = tuple(
+        (key.producer, _detached(fact)) for key, fact in ctx.facts.items() if isinstance(fact, PrefixMatch)
+    )
     return RecordedDecision(
         request_id=request_id,
         model=ctx.request.model,

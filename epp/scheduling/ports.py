@@ -10,9 +10,9 @@ from random import Random
 from types import MappingProxyType
 from typing import Protocol
 
-from epp.payload.records import Headers, InferenceRequest, RawRequest
+from epp.payload.records import Headers, InferenceRequest, RawRequest, Usage
 from epp.pool.records import Floats, Load, Mask, PoolView
-from epp.scheduling.records import AnswerFact, Edits, FactKey, Facts, Leg, Ticket
+from epp.scheduling.records import AnswerFact, Edits, FactKey, Facts, Leg, Metadata, Ticket
 
 Attributes = Mapping[str, str]
 """What request hooks found out, by name."""
@@ -124,6 +124,12 @@ class Answered(Protocol):
 
         Returns headers to set on the answer; they count at `AnswerHeaders` only.
         """
+        ...
+
+
+class Reporter(Protocol):
+    def report(self, ticket: Ticket, usage: Usage | None) -> Metadata | None:
+        """Metadata for the proxy on the last message of an answer, whose usage is known by then."""
         ...
 
 

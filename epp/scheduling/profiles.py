@@ -160,6 +160,12 @@ def _misshapen(name: str, shape: tuple[int, ...], alive: Mask) -> InternalError:
     return InternalError(f"plugin {name} returned an array of shape {shape}, expected {alive.shape}")
 
 
+def serving_leg(profile: Profile, ctx: Ctx, alive: Mask) -> Leg:
+    """The one leg of a request that one profile places. Raises what `run_profile` raises."""
+    decision = run_profile(profile, ctx, alive)
+    return Leg(Role.DECODE, _endpoints(ctx, decision.slots), decision)
+
+
 class SingleProfileHandler:
     """`single-profile-handler`: one profile, one leg."""
 
@@ -167,8 +173,7 @@ class SingleProfileHandler:
         self.profile = profile
 
     def place(self, ctx: Ctx, alive: Mask) -> tuple[Leg, ...]:
-        decision = run_profile(self.profile, ctx, alive)
-        return (Leg(Role.DECODE, _endpoints(ctx, decision.slots), decision),)
+        return (serving_leg(self.profile, ctx, alive),)
 
 
 def _endpoints(ctx: Ctx, slots: tuple[int, ...]) -> tuple[Endpoint, ...]:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NewType
+from typing import Any, Final, NewType
 
 from epp.payload.records import InferenceRequest, Usage
-from epp.pool.records import Endpoint, Floats, Ints, Mask
+from epp.pool.records import Endpoint, Floats, Ints, LoadReport, Mask
 
 TicketId = NewType("TicketId", int)
 
@@ -62,6 +62,9 @@ Facts = dict[FactKey, Any]
 
 Edits = tuple[tuple[str, bytes], ...]
 """Headers to set."""
+
+Metadata = tuple[tuple[str, str, float], ...]
+"""Dynamic metadata for the proxy: namespace, key, and the figure."""
 
 
 class Role(StrEnum):
@@ -153,11 +156,18 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AnswerHeaders:
-    """The engine answered. `served` is the `address:port` the proxy reports to have used, if it does."""
+    """The engine answered.
+
+    Attributes:
+        status: of HTTP; where gRPC says in its headers that a call has failed, the one that comes nearest.
+        served: the `address:port` that the proxy reports to have used, if it does.
+        load: what the engine says of itself beside the answer, if it does.
+    """
 
     status: int
     served: str | None
     streaming: bool
+    load: LoadReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +184,42 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Completed:
+    """All of an answer is here, and its end was not sent on yet. Only told where somebody reports on answers.
+
+    It is not among the facts of an answer: what is asked for is metadata, nothing has happened.
+    """
+
+    usage: Usage | None
+    chunks: int
+    bytes: int
+
+
+GAP_BOUNDS_S: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Times between the chunks of an answer, from its first output token on.
+
+    Attributes:
+        counts: how many are at most the bound in `GAP_BOUNDS_S` at the same place; the longer ones last.
+        seconds: their sum.
+    """
+
+    counts: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
-    """The exchange is over; always the last fact, exactly once."""
+    """The exchange is over; always the last fact, exactly once. `gaps`: None before the first token."""
 
     cause: Cause
     usage: Usage | None
     chunks: int
     bytes: int
+    gaps: Gaps | None = field(default=None, compare=False)
 
 
 AnswerFact = AnswerHeaders | FirstToken | Progress | Ended
@@ -191,6 +230,7 @@ class Ticket:
     """One placed request until it ends. Owned by the director; hooks may read it.
 
     Attributes:
+        request: without its prompts, which only the choice needs.
         prefill_tokens: charged to the serving slot until the first token.
         slot: where the request is charged now (moves when the proxy reports another endpoint).
         flow, priority: as in `Ctx`.

@@ -23,19 +23,66 @@ class QueueScorer:
 
     def score(self, ctx: Ctx, alive: Mask) -> Floats:
         view = ctx.view
-        queue = view.waiting
-        # On booleans `a > b` is `a and not b`, in one call.
-        doubtful = alive > (view.waiting_known > view.stale)
-        if np.count_nonzero(doubtful):
-            queue = np.where(doubtful, np.maximum(queue, ctx.load.requests), queue)
-        of_alive = queue[alive]
-        # Reading the value at `argmin` costs a third of `min`.
-        shortest = of_alive.item(of_alive.argmin())
-        longest = of_alive.item(of_alive.argmax())
-        if shortest == longest:
-            return np.ones(len(queue))
-        scores: Floats = (longest - queue) / (longest - shortest)
+        return _fewest_first(_with_in_flight(ctx, alive, view.waiting, view.waiting_known), alive)
+
+
+class RunningRequestsSizeScorer:
+    """`running-requests-size-scorer`: (max r - r) / (max r - min r) over `alive`; 1 where all are equal.
+
+    r is the scraped number of running requests; an old or missing figure is treated as in `QueueScorer`.
+    """
+
+    def score(self, ctx: Ctx, alive: Mask) -> Floats:
+        view = ctx.view
+        return _fewest_first(_with_in_flight(ctx, alive, view.running, view.running_known), alive)
+
+
+class LoadAwareScorerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """Parameters of `load-aware-scorer`.
+
+    Attributes:
+        threshold: waiting requests at which the score reaches 0.
+    """
+
+    threshold: Annotated[int, Meta(ge=1, le=2**53)] = 128
+
+
+class LoadAwareScorer:
+    """`load-aware-scorer`: 0.5 x (1 - min(q, T) / T), T being `threshold`.
+
+    The formula of the field ends at 0.5, for an empty queue: its weight in a profile counts half. q, and
+    what an old or missing figure does to it, is as in `QueueScorer`.
+    """
+
+    def __init__(self, params: LoadAwareScorerParams) -> None:
+        self._threshold = float(params.threshold)
+
+    def score(self, ctx: Ctx, alive: Mask) -> Floats:
+        view = ctx.view
+        queue = _with_in_flight(ctx, alive, view.waiting, view.waiting_known)
+        scores: Floats = 0.5 * (1.0 - np.minimum(queue, self._threshold) / self._threshold)
         return scores
+
+
+def _with_in_flight(ctx: Ctx, alive: Mask, scraped: Floats, known: Mask) -> Floats:
+    """The scraped figure; where it is old or unknown, the requests in flight if they are more."""
+    # On booleans `a > b` is `a and not b`, in one call.
+    doubtful = alive > (known > ctx.view.stale)
+    if not np.count_nonzero(doubtful):
+        return scraped
+    return np.where(doubtful, np.maximum(scraped, ctx.load.requests), scraped)
+
+
+def _fewest_first(figure: Floats, alive: Mask) -> Floats:
+    """1 for the smallest of `alive`, 0 for the largest, linear between; 1 where all are equal."""
+    of_alive = figure[alive]
+    # Reading the value at `argmin` costs a third of `min`.
+    least = of_alive.item(of_alive.argmin())
+    most = of_alive.item(of_alive.argmax())
+    if least == most:
+        return np.ones(len(figure))
+    scores: Floats = (most - figure) / (most - least)
+    return scores
 
 
 class KvCacheUtilizationScorer:
@@ -54,6 +101,32 @@ class KvCacheUtilizationScorer:
             told = np.sort(usage[alive & view.kv_known])
             usage = np.where(untold, told[(len(told) - 1) // 2] if len(told) else 0.0, usage)
         scores: Floats = 1.0 - usage
+        return scores
+
+
+class LoraAffinityScorer:
+    """`lora-affinity-scorer`: 1 where the adapter runs, else 0.8 where another fits, else 0.6 where it waits.
+
+    Everywhere else, and where the engine tells of no adapters, 0. Another fits where fewer different adapters
+    run or wait than may be loaded at once; one that both runs and waits counts once (the field's picker
+    counts it twice, and engines that list one set under both names then look full at half). The name looked
+    for is the one the engine is asked for. A base model is no adapter, and the formula does not know that:
+    its requests too get 0.8 where an adapter would fit.
+
+    Stale: what was told last counts. Never scraped: 0, as for an engine without adapters.
+    """
+
+    def score(self, ctx: Ctx, alive: Mask) -> Floats:
+        adapters = ctx.view.adapters
+        if adapters is None:
+            return np.zeros(len(alive))
+        fits = adapters.count < adapters.most
+        scores = np.where(fits, 0.8, 0.0)
+        adapter = ctx.request.target_model
+        if (waiting := adapters.waiting.get(adapter)) is not None:
+            scores[waiting > fits] = 0.6
+        if (running := adapters.running.get(adapter)) is not None:
+            scores[running] = 1.0
         return scores
 
 

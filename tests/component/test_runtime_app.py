@@ -13,6 +13,7 @@ from epp.errors import ConfigError, WarmrouteError
 from epp.runtime import app as app_module
 from epp.runtime.app import App, read_config
 from epp.runtime.metrics import Metrics
+from epp.runtime.metrics_server import serve_metrics
 from epp.runtime.options import Duration, Options
 from tests.data.runtime import picker as runtime
 
@@ -44,7 +45,7 @@ def test_metrics_are_served_on_a_thread_and_the_port_is_given_back(host: str) ->
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    close = app_module._serve_metrics(Metrics("p", ("", "0.1.0")), host, port)
+    close = serve_metrics(Metrics("p", ("", "0.1.0")).registry, host, port)
     try:
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as page:
             assert b'llm_d_epp_info{build_ref="0.1.0",commit=""} 1.0' in page.read()
@@ -70,7 +71,7 @@ async def test_upkeep_survives_a_plugin_and_a_fault_of_its_own(
 
     monkeypatch.setattr(app_module, "_PLUGINS_S", 0.0)
     monkeypatch.setattr(type(app.assembly.refreshed[0]), "refresh", refresh)
-    monkeypatch.setattr(app.metrics, "pool", pool)
+    monkeypatch.setattr(app.gauges, "pool", pool)
     upkeep = asyncio.create_task(app._upkeep())
     async with asyncio.timeout(20):
         while min(calls.values()) < 3:

@@ -18,7 +18,9 @@ import pytest
 
 from epp import errors
 from epp.errors import BadRequest, InternalError, PayloadTooLarge, RequestError
-from epp.payload.records import RawRequest
+from epp.payload.apis import DEFAULT_PARSERS, ParserSet
+from epp.payload.estimate import Estimate, ImageEstimate, StaticImage
+from epp.payload.records import Api, RawRequest
 from epp.payload.request import parse_request
 from epp.runtime import decoder as decoder_module
 from epp.runtime.decoder import CHILD_BODY_BYTES, Decoder, is_large
@@ -46,6 +48,8 @@ def chat(size: int) -> bytes:
         (1, PATH, "gzip", True),
         (1, "/upload", "gzip", False),
         (0, PATH, "gzip", False),
+        (CHILD_BODY_BYTES + 1, "/v1/responses", "", True),
+        (CHILD_BODY_BYTES + 1, "/inference/v1/generate", "", True),
     ],
 )
 def test_which_bodies_are_large(size: int, path: str, encoding: str, expected: bool) -> None:
@@ -126,8 +130,29 @@ async def test_the_child_reads_as_the_parent_would(decoder: Decoder) -> None:
 
 async def test_a_plain_body_does_not_travel_back() -> None:
     request = raw(chat(100_000))
-    sent_back = decoder_module._parse(request, LIMIT)
+    sent_back = decoder_module._parse(request, LIMIT, DEFAULT_PARSERS)
     assert (sent_back.body, sent_back.plain) == (b"", b"")
+
+
+async def test_the_child_knows_parsers_and_estimate() -> None:
+    estimate = Estimate(image=ImageEstimate(mode="static", static=StaticImage(7)))
+    parsers = ParserSet(("anthropic-parser",), estimate)
+    image = {"type": "image", "source": {"type": "url", "url": "http://x/a.png"}}
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": [image]}]}).encode()
+    made = Decoder(LIMIT, parsers)
+    try:
+        parsed = await made.parse(raw(body, "/v1/messages"))
+        assert (parsed.request.api, [medium.tokens for medium in parsed.request.media]) == (Api.MESSAGES, [7])
+        with pytest.raises(BadRequest, match="no parser registered"):
+            await made.parse(raw(body, PATH))
+    finally:
+        made.close()
+
+
+def test_a_body_that_no_parser_takes_is_not_large() -> None:
+    large = raw(b"x" * (CHILD_BODY_BYTES + 1), "/v1/messages")
+    assert is_large(large)
+    assert not is_large(large, ParserSet(("openai-parser",)))
 
 
 async def test_errors_travel_back_whole(decoder: Decoder) -> None:
@@ -154,7 +179,7 @@ def ends(pid: int) -> bool:
     while time.monotonic() < deadline:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # gone, or gone while it was read
             return True
         if state in {"Z", "X"}:
             return True
@@ -222,7 +247,9 @@ async def test_closing_gives_up_what_is_being_read() -> None:
 
 PARENT = """
 import asyncio, json, multiprocessing, sys, time
-from epp.payload.records import RawRequest
+from epp.payload.apis import DEFAULT_PARSERS, ParserSet
+from epp.payload.estimate import Estimate, ImageEstimate, StaticImage
+from epp.payload.records import Api, RawRequest
 from epp.runtime.decoder import Decoder
 
 async def main():

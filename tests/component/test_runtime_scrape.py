@@ -13,6 +13,13 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from epp.config.spec import (
+    ExtractorSpec,
+    HttpSourceSpec,
+    MetricsExtractorSpec,
+    MetricsSourceSpec,
+    SourceUse,
+)
 from epp.errors import ConfigError
 from epp.pool.records import Endpoint
 from epp.pool.store import PoolStore
@@ -38,7 +45,7 @@ async def engine(
     handler: Handler = answer_page, port: int = 0, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[int]:
     app = web.Application()
-    app.router.add_get("/metrics", handler)
+    app.router.add_get("/{path:.*}", handler)
     runner = web.AppRunner(app, shutdown_timeout=0)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", port, ssl_context=tls, reuse_address=True)
@@ -83,6 +90,10 @@ async def scraping(store: PoolStore, **options: Any) -> AsyncIterator[Scraper]:
         (outcome,) = await asyncio.gather(task, return_exceptions=True)
         assert isinstance(outcome, asyncio.CancelledError), outcome
         assert len(asyncio.all_tasks()) == 1, "no scrape outlives the scraper"
+
+
+def source(spec: HttpSourceSpec, *extractors: ExtractorSpec) -> SourceUse:
+    return SourceUse(spec, extractors or (MetricsExtractorSpec(),))
 
 
 def candidates(store: PoolStore) -> list[int]:
@@ -316,11 +327,12 @@ async def test_certificates_are_verified_unless_told_otherwise(tmp_path: Path) -
     server_tls = self_signed(tmp_path)
     errors: list[str] = []
     async with engine(tls=server_tls) as port:
-        async with scraping(store_of(port), scheme="https", on_error=errors.append) as scraper:
+        verifying = source(MetricsSourceSpec("https", insecure_skip_verify=False))
+        async with scraping(store_of(port), sources=[verifying], on_error=errors.append) as scraper:
             await until(lambda: scraper.errors >= 1)
         assert "certificate verify failed" in errors[0].lower()
         store = store_of(port)
-        async with scraping(store, scheme="https", tls=False):
+        async with scraping(store, sources=[source(MetricsSourceSpec("https"))]):
             await until(lambda: bool(store.view.present[0]))
 
 

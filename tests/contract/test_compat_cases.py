@@ -12,32 +12,20 @@ from epp import names
 from epp.errors import InternalError, NoEndpoints, Saturated
 from epp.extproc.records import RequestChunk, RequestHeaders, ResponseTrailers
 from epp.pool.records import Mask
+from epp.runtime.gauges import Gauges
 from epp.scheduling.ports import Ctx
 from tests.data.compat import line
 
 P, Line = line.P, line.Line
+model_labels, prompt = line.model_labels, line.prompt
 
 THREE = (P(0, 0.2), P(0, 0.1), P(10, 0.2))
 REWRITE = "x-llm-d-model-name-rewrite"
 
 
-def prompt(model: str | None = "my-model", **fields: Any) -> bytes:
-    named = {} if model is None else {"model": model}
-    return json.dumps({**named, "prompt": "test1", "max_tokens": 100, "temperature": 0, **fields}).encode()
-
-
 def picker(*pods: Any, **options: Any) -> Any:
     """Queue, KV usage and prefix, each with weight 1."""
     return Line(*pods, config=line.WEIGHTS_ONE, **options)
-
-
-def model_labels(model: str, target: str) -> dict[str, str]:
-    return {
-        "model_name": model,
-        "target_model_name": target,
-        "fairness_id": "default-flow",
-        "priority": "0",
-    }
 
 
 # -- a request's way ----------------------------------------------------------------------------------
@@ -52,7 +40,7 @@ def test_low_queue_and_kv_cache_win() -> None:
     assert asked.head["set"] == {}
     assert asked.head["remove"] == [REWRITE]
     assert pool.sample("request_total", **model_labels("my-model", "target-model")) == 1
-    pool.metrics.pool(pool.store, pool.ledger, pool.budget.used)
+    Gauges(pool.metrics).pool(pool.store, pool.ledger, pool.budget.used)
     assert pool.sample("ready_endpoints", name="pool") == 3
 
 
@@ -181,12 +169,20 @@ def test_an_empty_last_piece_ends_the_answer() -> None:
     assert input_tokens(asked) == (7, 1)
 
 
-def test_events_pass_one_by_one_and_usage_is_counted() -> None:
-    text = b'data: {"choices":[{"index":0,"text":"x"}]}\n\n'
-    usage = b'data: {"choices":[],"usage":' + json.dumps(USAGE).encode() + b"}\n\n"
-    pieces = [text, text, usage, b"data: [DONE]\n\n", b""]
+TOLD = b'data: {"choices":[],"usage":' + json.dumps(USAGE).encode() + b"}"
+TEXT = b'data: {"choices":[{"index":0,"text":"x"}]}'
+STREAMS = {
+    "whole events": [TEXT + b"\n\n", TEXT + b"\n\n", TOLD + b"\n\n", b"data: [DONE]\n\n", b""],
+    "no blank lines": [b"data: {}", TOLD + b"\ndata: [DONE]", b""],
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_events_pass_one_by_one_and_usage_is_counted(name: str) -> None:
+    pieces = STREAMS[name]
     asked = answered(*pieces, content_type=line.SSE)
-    assert asked.pieces("response") == [(piece, number == 5) for number, piece in enumerate(pieces, 1)]
+    last = len(pieces)
+    assert asked.pieces("response") == [(piece, number == last) for number, piece in enumerate(pieces, 1)]
     assert input_tokens(asked) == (7, 1)
 
 

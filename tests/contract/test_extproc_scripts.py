@@ -18,7 +18,7 @@ SCRIPTS = script.load()
 
 def exchange_for(played: Any, budget: BodyBudget) -> Exchange:
     made = count(1)
-    return Exchange(budget, played.limits, lambda: f"made-{next(made)}")
+    return Exchange(budget, played.limits, lambda: f"made-{next(made)}", reports=played.reports)
 
 
 def through_codec(event: Event) -> Event:

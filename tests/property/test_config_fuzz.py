@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from epp.config import decode, document, resolve
+from epp.config import decode, document, reading
 from epp.config.check import effective
 from epp.config.load import LoadedConfig, build, load_config
 from epp.errors import ConfigError, Problem
@@ -150,7 +150,7 @@ def _trusting_reference(reading: Any, name: str, path: str, *kinds: Any) -> Any:
         (document, "_decoded", _unguarded_decoding),
         (document, "plain_value", _first_character),
         (decode, "_items", _any_iterable),
-        (resolve._Reading, "refer", _trusting_reference),
+        (reading.Reading, "refer", _trusting_reference),
     ],
 )
 def test_faults_are_caught(owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:

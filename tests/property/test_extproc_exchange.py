@@ -32,6 +32,7 @@ from epp.extproc.records import (
     Observe,
     Refused,
     Reply,
+    Reported,
     RequestChunk,
     RequestHeaders,
     RequestTrailers,
@@ -49,10 +50,12 @@ from epp.pool.records import Endpoint
 from epp.scheduling.records import (
     AnswerHeaders,
     Cause,
+    Completed,
     Decision,
     Ended,
     FirstToken,
     Leg,
+    Metadata,
     Placement,
     Progress,
     Role,
@@ -70,6 +73,7 @@ LENGTHS = (0, 1, 17, 900, BODY_CHUNK_BYTES - 1, BODY_CHUNK_BYTES, BODY_CHUNK_BYT
 LIMITS = Limits(body_bytes=200_000, held_bytes=300_000)
 DECISION = Decision("default", (0,), None, (), (), None)  # type: ignore[arg-type]
 TICKET = TicketId(5)
+METADATA: Metadata = (("billing", "cost", 3.0),)
 SENT_MODEL, CLIENT_MODEL = b'"model":"engine-name"', b'"model":"mine"'
 
 Message = RequestHeaders | RequestChunk | RequestTrailers | ResponseHeaders | ResponseChunk | ResponseTrailers
@@ -160,6 +164,7 @@ class Oracle:
         self.route: Route | None = None
         self.placed: Routed | None = None
         self.immediate = False
+        self.completed = self.reported = False
         self.finished: Cause | None = None
         self.closed = False
 
@@ -190,6 +195,14 @@ class Oracle:
             self.immediate = True
             return
         assert not self.immediate, "nothing after an immediate reply"
+        if isinstance(reply, Reported):
+            assert self.completed, "metadata only when it was asked for"
+            assert not self.reported, "and once"
+            assert reply.metadata == METADATA
+            self.reported = True
+            reply = reply.reply
+        elif self.reported and reply.direction is RESPONSE:
+            assert isinstance(reply, TrailersReply), "metadata comes last"
         before = self.replies[reply.direction]
         mode = self.ways[reply.direction].mode
         assert not any(isinstance(one, TrailersReply) for one in before), "nothing after trailers"
@@ -217,6 +230,10 @@ class Oracle:
         match fact:
             case AnswerHeaders():
                 assert not kinds
+            case Completed():
+                assert AnswerHeaders in kinds
+                assert not self.completed
+                self.completed = True
             case FirstToken():
                 assert AnswerHeaders in kinds
                 assert FirstToken not in kinds
@@ -242,7 +259,7 @@ class Oracle:
                 or (direction is REQUEST and one.mode is BUFFERED and one.bodies)
             ), "never finish while a body is open"
 
-    def at_the_end(self, refused: bool, own_answer: bool, replaced: bytes | None) -> None:
+    def at_the_end(self, refused: bool, own_answer: bool, replaced: bytes | None, reports: bool) -> None:
         """After everything was told, cut short or not."""
         assert self.finished is not None
         assert self.budget.used == 0
@@ -255,6 +272,10 @@ class Oracle:
         if not refused:
             body = self.ways[RESPONSE].body
             self._forwarded(RESPONSE, body, whole and not own_answer)
+        assert reports or not self.completed
+        shown = self.ways[RESPONSE].ends in ("body", "trailers") and self.ways[RESPONSE].bodies
+        if reports and whole and not own_answer and self.placed and shown:
+            assert self.reported, "who reports is asked"
 
     def _forwarded(self, direction: Direction, body: bytes, whole: bool) -> None:
         one = self.ways[direction]
@@ -290,7 +311,7 @@ def _over(message: Message) -> bool:
 
 # -- one run ------------------------------------------------------------------------------------------
 
-MakeExchange = Callable[[BodyBudget], Exchange]
+MakeExchange = Callable[[BodyBudget, bool], Exchange]
 
 
 class Run:
@@ -298,7 +319,6 @@ class Run:
 
     def __init__(self, draw: Random, make: MakeExchange, budget: BodyBudget) -> None:
         self.draw = draw
-        self.exchange = make(budget)
         modes = Modes(draw.choice(MODES), draw.choice(MODES)) if draw.random() < 0.9 else None
         spoken = modes or Modes(FULL_DUPLEX, FULL_DUPLEX)
         body = draw.randbytes(draw.choice(LENGTHS))
@@ -316,6 +336,8 @@ class Run:
         self.at = 0.0
         self.edit_due = False
         self.answered_early = False
+        self.reports = draw.random() < 0.5
+        self.exchange = make(budget, self.reports)
 
     @property
     def _body_is_read(self) -> bool:
@@ -334,7 +356,7 @@ class Run:
             steps += 1
         self._after_the_end()
         refused = self.oracle.immediate
-        self.oracle.at_the_end(refused, self.answered_early, self.replaced)
+        self.oracle.at_the_end(refused, self.answered_early, self.replaced, self.reports)
 
     def _speakers(self) -> list[tuple[bool, Callable[[], None]]]:
         request_left = self.request.messages
@@ -380,7 +402,7 @@ class Run:
 
     def _edit(self) -> None:
         self.edit_due = False
-        self._tell(Edited(self.at))
+        self._tell(Edited(self.at, (), METADATA if self.oracle.completed else ()))
 
     def _tell(self, event: Event) -> None:
         self.at += self.draw.choice((0.0, 0.0625, 0.75))
@@ -388,7 +410,8 @@ class Run:
         effects = self.exchange.receive(event)
         self.oracle.see(event, effects)
         self.edit_due |= any(
-            isinstance(effect, Observe) and isinstance(effect.fact, AnswerHeaders) for effect in effects
+            isinstance(effect, Observe) and isinstance(effect.fact, AnswerHeaders | Completed)
+            for effect in effects
         )
 
     def _after_the_end(self) -> None:
@@ -400,8 +423,8 @@ class Run:
         self._tell(Closed(self.at))
 
 
-def exchange(budget: BodyBudget) -> Exchange:
-    return Exchange(budget, LIMITS, lambda: "made")
+def exchange(budget: BodyBudget, reports: bool) -> Exchange:
+    return Exchange(budget, LIMITS, lambda: "made", reports=reports)
 
 
 @settings(max_examples=500, deadline=None)
@@ -415,7 +438,7 @@ SEEDS = range(300)
 
 def test_every_kind_of_run_is_drawn() -> None:
     """The runs below reach what they are meant to test."""
-    natural = cut_short = refused = early = late = renamed = 0
+    natural = cut_short = refused = early = late = renamed = reported = 0
     for seed in SEEDS:
         run = Run(Random(seed), exchange, BodyBudget(LIMITS.held_bytes))
         run.play()
@@ -424,10 +447,11 @@ def test_every_kind_of_run_is_drawn() -> None:
         cut_short += oracle.finished is Cause.CLIENT_DISCONNECT
         refused += oracle.immediate
         early += run.answered_early
+        reported += oracle.reported
         late += oracle.placed is not None and not oracle.sent_on(REQUEST)
         pieces = [one.body for one in oracle.replies[RESPONSE] if isinstance(one, StreamedBodyReply)]
         renamed += CLIENT_MODEL in b"".join(pieces)
-    assert min(natural, cut_short, refused, early, late, renamed) >= 5
+    assert min(natural, cut_short, refused, early, late, renamed, reported) >= 5
 
 
 # -- faults that the oracle must see ------------------------------------------------------------------
@@ -498,6 +522,32 @@ class LateTicketsAreForgotten(Faulty):
         )
 
 
+class LosesMetadata(Faulty):
+    def spoil(self, effects: list[Effect]) -> list[Effect]:
+        return [
+            Send(one.reply.reply) if isinstance(one, Send) and isinstance(one.reply, Reported) else one
+            for one in effects
+        ]
+
+
+class ReportsOnEveryPiece(Faulty):
+    def spoil(self, effects: list[Effect]) -> list[Effect]:
+        return [
+            Send(Reported(one.reply, METADATA))
+            if isinstance(one, Send)
+            and isinstance(one.reply, StreamedBodyReply)
+            and one.reply.direction is RESPONSE
+            else one
+            for one in effects
+        ]
+
+
+class AsksTwice(Faulty):
+    def spoil(self, effects: list[Effect]) -> list[Effect]:
+        asks = [one for one in effects if isinstance(one, Observe) and isinstance(one.fact, Completed)]
+        return asks + effects
+
+
 class Leaking(BodyBudget):
     def give(self, n: int) -> None:
         super().give(n - (n > 17))
@@ -511,6 +561,9 @@ FAULTS: list[tuple[type[Exchange], type[BodyBudget]]] = [
     (AnswersBodyFirst, BodyBudget),
     (FinishesEarly, BodyBudget),
     (LateTicketsAreForgotten, BodyBudget),
+    (LosesMetadata, BodyBudget),
+    (ReportsOnEveryPiece, BodyBudget),
+    (AsksTwice, BodyBudget),
     (Exchange, Leaking),
 ]
 
@@ -518,7 +571,10 @@ FAULTS: list[tuple[type[Exchange], type[BodyBudget]]] = [
 @pytest.mark.parametrize(("broken", "budget"), FAULTS, ids=lambda kind: kind.__name__)
 def test_a_fault_is_seen(broken: type[Exchange], budget: type[BodyBudget]) -> None:
     def play(seed: int) -> bool:
-        run = Run(Random(seed), lambda held: broken(held, LIMITS, lambda: "made"), budget(LIMITS.held_bytes))
+        def make(held: BodyBudget, reports: bool) -> Exchange:
+            return broken(held, LIMITS, lambda: "made", reports=reports)
+
+        run = Run(Random(seed), make, budget(LIMITS.held_bytes))
         try:
             run.play()
         except AssertionError:
@@ -566,7 +622,7 @@ def test_any_order_of_events_raises_nothing_but_protocol_errors() -> None:
     for seed in range(3000):
         draw = Random(seed)
         budget = BodyBudget(100_000)
-        one = Exchange(budget, Limits(body_bytes=90_000), lambda: "made")
+        one = Exchange(budget, Limits(body_bytes=90_000), lambda: "made", reports=draw.random() < 0.5)
         effects: list[Effect] = []
         begin = RequestHeaders(0.0, (), draw.random() < 0.3, None, None)
         events = [begin] if draw.random() < 0.8 else []

@@ -109,13 +109,13 @@ def loads(text: str) -> bool:
     return not found
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_broken_text(seed: int) -> None:
-    draw = random.Random(seed)
+def test_broken_text() -> None:
+    """Few survive, so it takes many tries to see both outcomes."""
+    draw = random.Random(0)
     loaded = 0
-    for _ in range(150):
+    for _ in range(450):
         loaded += loads(spliced(draw.choice((LOADABLE, *TEXTS)), draw))
-    assert 0 < loaded < 150
+    assert 0 < loaded < 450
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -79,13 +79,13 @@ def check_structure(index: LruRunIndex) -> list[set[int]]:
 
 def check_order(index: LruRunIndex, chains: list[Chain]) -> None:
     """Invariant 5: along any chain, what comes first was used last."""
+    ages = [{run: place for place, run in enumerate(own)} for own in index.held]
     for chain in chains:
         path, position = [], 0
         while position < len(chain) and (run := index._run_of_head.get(chain[position])) is not None:
             path.append(run)
             position += index._shared(run, chain, position)
-        for own in index.held:
-            age = {run: place for place, run in enumerate(own)}
+        for age in ages:
             places = [age[run] for run in path if run in age]
             assert all(later < earlier for earlier, later in pairwise(places))
 

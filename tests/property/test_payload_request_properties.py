@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import epp.payload.body as body_module
 import epp.payload.identity as identity_module
+import epp.payload.openai as openai_module
 import epp.payload.request as request_module
 from epp.payload.body import Read
 from epp.payload.records import RawRequest
@@ -186,7 +187,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 # -- faults that must be caught ------------------------------------------------------------------------
 
 
-def first_hit(read: Read[Any]) -> tuple[int, int]:
+def first_hit(_: Any, read: Read[Any]) -> tuple[int, int]:
     start = read.source.find(b'"model":') + len(b'"model":')
     return start, start + len(bytes(read.body.model))
 
@@ -200,42 +201,42 @@ def unescaped(parsed: Parsed, target: str) -> Rewritten:
     return Rewritten(parsed.plain[:start] + b'"%s"' % target.encode() + parsed.plain[end:], ())
 
 
-chat_identity = identity_module.chat_identity
-add_message = identity_module._add_message
+chat_identity = openai_module.chat_identity
+add_message = identity_module.add_message
 
 
-def with_an_end(chat: Any) -> bytes:
-    return chat_identity(chat) + b"\xff"
+def with_an_end(chat: Any, media: Any) -> bytes:
+    return chat_identity(chat, media) + b"\xff"
 
 
-def with_a_length(chat: Any) -> bytes:
-    return len(chat.messages).to_bytes(4, "little") + chat_identity(chat)
+def with_a_length(chat: Any, media: Any) -> bytes:
+    return len(chat.messages).to_bytes(4, "little") + chat_identity(chat, media)
 
 
-def latest_first(chat: Any) -> bytes:
+def latest_first(chat: Any, media: Any) -> bytes:
     chat.messages.reverse()
-    return chat_identity(chat)
+    return chat_identity(chat, media)
 
 
-def without_calls(identity: bytearray, message: Any) -> None:
+def without_calls(identity: bytearray, message: Any, media: Any) -> None:
     message.tool_calls = body_module.ABSENT
-    add_message(identity, message)
+    add_message(identity, message, media)
 
 
 FAULTS: dict[str, tuple[str, Any, str, Any]] = {
-    "the first thing that looks like a model": ("rewrite", request_module, "model_span", first_hit),
+    "the first thing that looks like a model": ("rewrite", body_module.BodyReader, "_model_span", first_hit),
     "body decoded and written again": ("rewrite", request_module, "rewrite_model", written_anew),
     "name not escaped": ("rewrite", request_module, "rewrite_model", unescaped),
-    "text as it is spelled": ("rewrite", request_module, "text_bytes", lambda raw: raw[1:-1]),
-    "a mark after the last message": ("prefix", request_module, "chat_identity", with_an_end),
-    "a length before the first message": ("prefix", request_module, "chat_identity", with_a_length),
-    "latest message first": ("prefix", request_module, "chat_identity", latest_first),
+    "text as it is spelled": ("rewrite", body_module, "text_bytes", lambda raw: raw[1:-1]),
+    "a mark after the last message": ("prefix", openai_module, "chat_identity", with_an_end),
+    "a length before the first message": ("prefix", openai_module, "chat_identity", with_a_length),
+    "latest message first": ("prefix", openai_module, "chat_identity", latest_first),
     "messages not told apart": ("distinct", identity_module, "_MESSAGE", b""),
     "role and content not told apart": ("distinct", identity_module, "_CONTENT", b""),
     "parts not told apart": ("distinct", identity_module, "_TEXT_PART", b""),
-    "tool calls left out": ("distinct", identity_module, "_add_message", without_calls),
-    "media left out": ("distinct", identity_module, "_add_media", lambda identity, part: True),
-    "head left out": ("distinct", identity_module, "_add_json", lambda *_: None),
+    "tool calls left out": ("distinct", openai_module, "add_message", without_calls),
+    "media left out": ("distinct", identity_module, "_add_medium", lambda *_: True),
+    "head left out": ("distinct", openai_module, "add_json", lambda *_: None),
 }
 
 

@@ -8,8 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import run
-from benchmarks.rows import timing
+from benchmarks.rows import plugins, timing
 from benchmarks.rows.timing import SMOKE, Effort, Result, cpu_us
+from epp.config.load import default_config
+from epp.config.registry import built_in_registry
 
 UNITS = {"us", "ms", "s", "bytes", "cores", "MiB"}
 
@@ -64,3 +66,62 @@ def test_time_is_shared_out_among_calls_and_things(monkeypatch: pytest.MonkeyPat
 def test_best_is_the_least_sample_and_median_the_middle_one() -> None:
     result = Result("row", "us", 1.0, (5.0, 1.0, 3.0))
     assert (result.best, result.median) == (1.0, 3.0)
+
+
+# -- plugins ----------------------------------------------------------------------------------------
+
+
+def test_every_type_that_takes_part_in_a_choice_or_its_answer_is_measured() -> None:
+    registry = built_in_registry()
+    measured = {each.spec.type for each in plugins.additions(registry)}
+    other_names = {"by-label-selector", "tokenizer"}
+    taking_part = {spec.type for spec in registry.specs.values() if spec.kind in plugins.KINDS}
+    assert measured == taking_part - other_names
+    assert set(plugins.MINIMAL) <= measured
+    labels = [each.label for each in plugins.additions(registry)]
+    assert len(set(labels)) == len(labels)
+
+
+def test_type_without_the_parameters_it_requires_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {name: given for name, given in plugins.MINIMAL.items() if name != "utilization-filter"}
+    monkeypatch.setattr(plugins, "MINIMAL", kept)
+    with pytest.raises(LookupError, match="utilization-filter has required parameters"):
+        plugins.additions(built_in_registry())
+
+
+@pytest.mark.parametrize("base", plugins.BASES, ids=lambda base: base.name)
+def test_what_plugins_are_held_against_is_the_default(base: plugins.Base) -> None:
+    """Written out as a file, so that one plugin can be added to it."""
+    default, written = default_config(), plugins.configuration(base)
+    for loaded in (default, written):
+        (profile,) = loaded.profiles
+        assert [(use.name, use.weight) for use in profile.plugins] == [
+            ("queue-scorer", 2.0),
+            ("kv-cache-utilization-scorer", 2.0),
+            ("prefix-cache-scorer", 3.0),
+            ("max-score-picker", 1.0),
+        ]
+    assert {plugin.spec.type for plugin in written.plugins} == {
+        plugin.spec.type for plugin in default.plugins
+    }
+    assert (written.handler, written.detector, written.producers) == (
+        default.handler,
+        default.detector,
+        default.producers,
+    )
+
+
+def test_default_runs_no_code_of_plugins_that_are_not_configured() -> None:
+    """These tuples are all that a request passes beside its profile."""
+    chosen = plugins.Bench(default_config(), 1).assembly.plugins
+    (prefix,) = chosen.producers
+    assert [hook is prefix for hook in chosen.placed] == [True]
+    assert all(hook is prefix for hook in chosen.answered)
+    assert not (chosen.request_hooks or chosen.screeners or chosen.admitters or chosen.reporters)
+
+
+def test_what_slows_a_whole_round_is_no_cost_of_a_plugin() -> None:
+    drift = [100.0, 400.0, 250.0, 90.0, 100.0]
+    references = [[one - 2.0 for one in drift], [one + 2.0 for one in drift]]
+    assert plugins.more([one + 7.0 for one in drift], references) == pytest.approx((7.0, 7.0, 7.0))
+    assert plugins.more([101.0, 403.0, 255.0, 97.0, 109.0], references) == pytest.approx((3.0, 5.0, 7.0))

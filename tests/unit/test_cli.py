@@ -3,6 +3,7 @@
 import errno
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def _keep_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     """The options that `serve` was called with."""
     called: list[Options] = []
-    monkeypatch.setattr(app, "serve", called.append)
+    monkeypatch.setattr(app, "serve", lambda options, tracing: called.append(options))
     return called
 
 
@@ -81,6 +82,14 @@ def options_of(served: list[Options], *arguments: str) -> Options:
         (["--pool-namespace", "n"], "pool_namespace", "n"),
         ([], "pool_namespace", "default"),
         (["--config-text", "a: b"], "config_text", "a: b"),
+        (["--grpc-max-recv-msg-size=10MiB"], "grpc_max_recv_msg_size", 10 << 20),
+        (["--grpc-max-send-msg-size", "25MB"], "grpc_max_send_msg_size", 25_000_000),
+        (["--zap-log-level=debug", "-v=5"], "verbosity", 1),
+        (["--zap-log-level=5"], "verbosity", 5),
+        (["-v=0"], "verbosity", 0),
+        (["--zap-devel"], "log_format", "console"),
+        (["--zap-devel=true", "--zap-encoder=json"], "log_format", "json"),
+        (["--zap-devel=false"], "log_format", ""),
     ],
 )
 def test_flags_in_the_go_forms(arguments: list[str], field: str, value: Any, served: list[Options]) -> None:
@@ -93,6 +102,69 @@ def test_the_namespace_comes_from_the_environment_where_no_flag_gives_it(
     monkeypatch.setenv("NAMESPACE", "team-a")
     assert options_of(served).pool_namespace == "team-a"
     assert options_of(served, "--pool-namespace=b").pool_namespace == "b"
+
+
+def test_a_selector_takes_the_pools_name_from_the_pods(
+    served: list[Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    selector = "--endpoint-selector=app=vllm", "--endpoint-target-ports=8000,8001"
+    monkeypatch.setenv("POD_NAME", "my-epp-5d8f6c9b7d-abcde")
+    assert options_of(served, *selector).pool_name == "my-epp"
+    assert options_of(served, "--pool-name=p").pool_name == "p"
+    for wrong in ("two-parts", "", "-a-b"):
+        monkeypatch.setenv("POD_NAME", wrong)
+        result = invoke("serve", *selector)
+        assert result.exit_code == 2
+        assert f"environment: POD_NAME: {wrong!r}: --endpoint-selector needs the pod's name" in result.output
+
+
+def test_validate_only_does_not_serve(served: list[Options], tmp_path: Path) -> None:
+    result = invoke("serve", "--validate-only", "--endpoint=10.0.0.1:8000", "--secure-serving=false")
+    assert (result.exit_code, result.output) == (0, "")
+    for wrong, said in (
+        (["--config-file", str(tmp_path / "none.yaml")], "none.yaml: cannot be read: No such file"),
+        (["--cert-path", str(tmp_path)], "tls.crt"),
+        (["--config-text", "plugins: x"], "--config-text: $.plugins: expected a list"),
+        (["--metrics-cert-dir", str(tmp_path)], "--metrics-cert-dir: "),
+    ):
+        result = invoke("serve", "--validate-only", "--endpoint=10.0.0.1:8000", *wrong)
+        assert result.exit_code == 2
+        assert said in result.output
+    assert served == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (["--pool-name=p"], "--pool-name"),
+        (["--endpoint-selector=a=b", "--endpoint-target-ports=1"], "--endpoint-selector"),
+    ],
+)
+def test_discovery_in_kubernetes_is_refused_in_words(
+    arguments: list[str], flag: str, served: list[Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POD_NAME", "a-b-c")
+    result = invoke("serve", "--validate-only", *arguments)
+    assert result.exit_code == 2
+    assert f"warmroute: {flag}: endpoints are not found in Kubernetes yet; name them with" in result.output
+
+
+def test_experimental_plugins_need_the_flag(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{type: agent-identity}]\n"
+    )
+    refused = invoke("config", "check", str(file))
+    assert refused.exit_code == 2
+    assert "agent-identity is experimental (alpha)" in refused.output
+    assert "--allow-experimental-plugins" in refused.output
+    for flag in ("--allow-experimental-plugins", "--allow-experimental-plugins=true"):
+        allowed = invoke("config", "check", str(file), flag)
+        assert allowed.exit_code == 0
+        assert "# warning: $.plugins[0].type: agent-identity is experimental and may change" in allowed.output
+    for flags_of_serve, code in (([], 2), (["--allow-experimental-plugins"], 0)):
+        arguments = ["--validate-only", "--endpoint=10.0.0.1:1", f"--config-file={file}", *flags_of_serve]
+        assert invoke("serve", *arguments).exit_code == code
 
 
 def test_without_flags_the_options_have_their_defaults(served: list[Options]) -> None:
@@ -132,8 +204,13 @@ def test_command_lines_of_the_field(line: str, served: list[Options]) -> None:
         (["-v=x"], "'x' is not a whole number"),
         (["--grpc-port=9.5"], "'9.5' is not a whole number"),
         (["--grpc-port"], "requires an argument"),
-        (["--enable-pprof=false"], "No such option '--enable-pprof'"),
-        (["--ha-enable-leader-election"], "No such option '--ha-enable-leader-election'"),
+        (["--enable-pproff=false"], "--enable-pprof"),
+        (["--ha-enable-leader-election"], "--ha-enable-leader-election: needs Kubernetes"),
+        (["--grpc-max-recv-msg-size=lots"], "'lots' is no size; write whole bytes"),
+        (["--grpc-max-recv-msg-size=0.1"], "'0.1' is no size"),
+        (["--config-file", "--secure-serving=false"], "'--secure-serving=false', the next flag; its own is"),
+        (["--cache-info-metric", "x"], "--cache-info-metric: deprecated in the field and cannot be used"),
+        (["--cache-info-metric="], "cacheInfoSpec of engineConfigs"),
         (["--grpc-prot=1"], "--grpc-port"),
         (["stray"], "unexpected extra argument (stray)"),
     ],
@@ -170,7 +247,7 @@ def test_all_wrong_values_are_named_at_once(served: list[Options]) -> None:
 def test_errors_become_messages(
     error: Exception, code: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def serve(options: Options) -> None:
+    def serve(options: Options, tracing: object) -> None:
         raise error
 
     monkeypatch.setattr(app, "serve", serve)

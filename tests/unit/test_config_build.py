@@ -17,6 +17,7 @@ from epp.config.spec import (
     MetricsExtractorSpec,
     MetricsSourceSpec,
     PluginSpec,
+    SourceUse,
     Stability,
 )
 from epp.errors import ConfigError
@@ -102,8 +103,7 @@ def test_the_default_assembly() -> None:
     assert producer in assembly.members
     assert producer in assembly.refreshed
     assert assembly.discovery is None
-    assert assembly.metrics_source == MetricsSourceSpec()
-    assert assembly.metrics_extractor == MetricsExtractorSpec()
+    assert assembly.sources == (SourceUse(MetricsSourceSpec(), (MetricsExtractorSpec(),)),)
 
 
 def test_parameters_reach_the_specs() -> None:
@@ -116,8 +116,9 @@ plugins:
 dataLayer: {discovery: {pluginRef: pods}}
 """)
     assert assembly.discovery == FileDiscoverySpec("/e.yaml", watch=True)
-    assert assembly.metrics_source == MetricsSourceSpec("https", "/m", False, 60.5)
-    assert assembly.metrics_extractor == MetricsExtractorSpec("engine", "vllm")
+    (use,) = assembly.sources
+    assert use.source == MetricsSourceSpec("https", "/m", False, 60.5)
+    assert use.extractors == (MetricsExtractorSpec("engine", "vllm"),)
 
 
 def test_the_estimating_token_producer_is_no_data_producer() -> None:
@@ -232,11 +233,69 @@ def test_a_builder_that_fails_is_named_with_its_block() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [(Kind.FILTER, "keep"), (Kind.SCORER, "score"), (Kind.PICKER, "pick"), (Kind.PROFILE_HANDLER, "place")],
+    [
+        (Kind.FILTER, "keep"),
+        (Kind.SCORER, "score"),
+        (Kind.PICKER, "pick"),
+        (Kind.PROFILE_HANDLER, "place"),
+        (Kind.PRODUCER, "produce or placed"),
+        (Kind.SATURATION_DETECTOR, "saturation"),
+        (Kind.ADMITTER, "admit"),
+        (Kind.SCREENER, "screen"),
+        (Kind.REQUEST_HOOK, "read"),
+        (Kind.RESPONSE_HOOK, "observe or report"),
+    ],
 )
 def test_what_is_built_must_be_what_it_says(kind: Kind, method: str) -> None:
     with pytest.raises(ConfigError, match=f"theirs has no method {method}, as a {kind} has"):
         assemble("plugins: [{type: theirs}]\n", registry(spec(kind, lambda context, params: object())))
+
+
+class Everything:
+    """A plugin of any kind."""
+
+    def __init__(self, context: BuildContext, params: object) -> None:
+        self.name = context.name
+        self.read = self.screen = self.admit = self.saturation = self.keep = self.observe = self.anything
+
+    def anything(self, *arguments: object) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook"),
+    [
+        (Kind.ADMITTER, "admitters"),
+        (Kind.SCREENER, "screeners"),
+        (Kind.REQUEST_HOOK, "request_hooks"),
+        (Kind.RESPONSE_HOOK, "answered"),
+    ],
+)
+def test_packages_offer_hooks(kind: Kind, hook: str) -> None:
+    assembly = assemble("plugins: [{name: mine, type: theirs}]\n", registry(spec(kind, Everything)))
+    assert assembly.named["mine"] in getattr(assembly.plugins, hook)
+
+
+def test_a_package_offers_a_detector() -> None:
+    text = "plugins: [{type: theirs}]\nflowControl: {saturationDetector: {pluginRef: theirs}}\n"
+    loaded = load_config(HEAD + text, "f", registry(spec(Kind.SATURATION_DETECTOR, Everything)))
+    assert loaded.detector == "theirs"
+    assert isinstance(build(loaded, PoolStore().view, b"secret").named["theirs"], Everything)
+
+
+def test_an_experimental_default_producer_is_told_by_who_needs_it() -> None:
+    own = built_in_registry()
+    made = PluginSpec("made-up", Kind.PRODUCER, NoParameters, Maker, Stability.ALPHA, provides=("made",))
+    among = Registry(
+        {**own.specs, "made-up": made, "needy": maker("needy", "made-up")}, own.not_yet, lambda name: []
+    )
+    text = HEAD + "plugins: [{type: needy}]\n"
+    assert "made-up" in load_config(text, "f", among).producers
+    with pytest.raises(ConfigError) as caught:
+        load_config(text, "f", among, allow_experimental=False)
+    (problem,) = caught.value.problems
+    assert problem.path == "$.plugins[0]"
+    assert problem.message.startswith("made-up, which needy needs, is experimental (alpha); to use it, start")
 
 
 # -- facts and their producers ----------------------------------------------------------------------

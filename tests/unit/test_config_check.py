@@ -47,9 +47,12 @@ def meaning(loaded: LoadedConfig) -> Any:
     return (
         {plugin.name: (plugin.spec.type, plugin.params) for plugin in loaded.plugins},
         [(each.name, [(use.name, use.weight) for use in each.plugins]) for each in loaded.profiles],
-        (loaded.handler, loaded.metrics_source, loaded.extractor, loaded.discovery, loaded.producers),
+        (loaded.handler, loaded.discovery, loaded.producers),
+        [(source.name, source.extractors) for source in loaded.sources],
         dict(loaded.gates),
         loaded.inject_defaults,
+        (loaded.detector, loaded.admitters, loaded.screeners, loaded.request_hooks, loaded.parsers),
+        (dict(loaded.objectives), loaded.model_rewrites),
     )
 
 
@@ -58,6 +61,18 @@ CASES = [
     ODD,
     (DATA / "default-with-file-discovery.yaml").read_text(),
     (DATA / "tiered-prefix-cache-cpu.yaml").read_text(),
+    (DATA / "objectives-and-rewrites.yaml").read_text(),
+    (DATA / "probabilistic-admitter.yaml").read_text(),
+    HEAD + "plugins: [{type: concurrency-detector}]\nsaturationDetector: {pluginRef: concurrency-detector}\n",
+    HEAD + "dataLayer: {injectDefaults: false}\n",
+    HEAD
+    + """plugins:
+- {name: a, type: core-metrics-extractor}
+- {name: b, type: core-metrics-extractor, parameters: {defaultEngine: sglang}}
+- {name: models, type: models-data-source}
+dataLayer:
+  sources: [{pluginRef: models}]
+""",
 ]
 
 
@@ -143,4 +158,6 @@ def test_other_readers_read_the_same(text: str) -> None:
         "plugins",
         "schedulingProfiles",
         "dataLayer",
+        "flowControl",
+        *(section for section in ("objectives", "modelRewrites") if section in text),
     ]

@@ -44,6 +44,10 @@ def choice(loaded: LoadedConfig) -> dict[str, list[tuple[str, float]]]:
     return {each.name: [(use.name, use.weight) for use in each.plugins] for each in loaded.profiles}
 
 
+def fetched(loaded: LoadedConfig) -> dict[str, tuple[str, ...]]:
+    return {source.name: source.extractors for source in loaded.sources}
+
+
 # -- defaults ---------------------------------------------------------------------------------------
 
 DEFAULT = {
@@ -61,7 +65,7 @@ def test_no_file() -> None:
     assert choice(loaded) == DEFAULT
     assert (loaded.handler, loaded.discovery) == ("single-profile-handler", None)
     assert loaded.producers == ("approx-prefix-cache-producer",)
-    assert (loaded.metrics_source, loaded.extractor) == ("metrics-data-source", "core-metrics-extractor")
+    assert fetched(loaded) == {"metrics-data-source": ("core-metrics-extractor",)}
     assert {plugin.origin for plugin in loaded.plugins} == {Origin.DEFAULT}
     assert loaded.warnings == ()
 
@@ -107,9 +111,11 @@ def test_a_defined_picker_handler_source_and_extractor_are_used() -> None:
         ),
         schedulingProfiles=[profile("p", "three", "queue-scorer")],
     )
-    assert (loaded.handler, loaded.metrics_source, loaded.extractor) == ("h", "m", "e")
+    assert (loaded.handler, fetched(loaded)) == ("h", {"m": ("e",)})
     assert choice(loaded) == {"p": [("three", 1.0), ("queue-scorer", 1.0)]}
-    assert {plugin.name for plugin in loaded.plugins} == {"queue-scorer", "three", "h", "m", "e"}
+    by_file = {plugin.name for plugin in loaded.plugins if plugin.origin is Origin.FILE}
+    assert by_file == {"queue-scorer", "three", "h", "m", "e"}
+    assert {plugin.name for plugin in loaded.plugins} - by_file == {"utilization-detector"}
 
 
 def test_a_missing_default_producer_is_made() -> None:
@@ -128,6 +134,73 @@ def test_token_producer_estimates() -> None:
     for block in ("token-producer", {"type": "token-producer", "parameters": {"estimate": {}}}):
         loaded = load(plugins=plugins(block))
         assert "token-producer" in [plugin.name for plugin in loaded.plugins]
+
+
+# -- data sources -----------------------------------------------------------------------------------
+
+PAGE, LIST = "metrics-data-source", "models-data-source"
+ENGINE, MODELS = "core-metrics-extractor", "models-data-extractor"
+
+
+def named(name: str, type_name: str) -> dict[str, str]:
+    return {"name": name, "type": type_name}
+
+
+def source(name: str, *extractors: str) -> dict[str, Any]:
+    return {"pluginRef": name, "extractors": [{"pluginRef": each} for each in extractors]}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "layer", "expected"),
+    [
+        ([], {}, {PAGE: (ENGINE,)}),
+        ([LIST], {"sources": [source(LIST)]}, {LIST: (MODELS,), PAGE: (ENGINE,)}),
+        ([LIST], {"sources": [source(LIST)], "injectDefaults": False}, {LIST: (MODELS,)}),
+        ([named("m", PAGE)], {}, {"m": (ENGINE,)}),
+        ([named("m", PAGE), named("e", ENGINE)], {"sources": [source("m")]}, {"m": ("e",)}),
+        (
+            [named("m", PAGE), named("a", ENGINE), named("b", ENGINE), MODELS],
+            {"sources": [source("m")]},
+            {"m": ("a", "b")},
+        ),
+        (
+            [named("m", PAGE), named("n", PAGE), named("a", ENGINE), named("b", ENGINE)],
+            {"sources": [source("m", "a"), source("n")]},
+            {"m": ("a",), "n": ("b",)},
+        ),
+        (
+            [named("m", PAGE), named("n", PAGE), named("a", ENGINE)],
+            {"sources": [source("m", "a"), source("n")]},
+            {"m": ("a",), "n": (ENGINE,)},
+        ),
+        ([], {"injectDefaults": False}, {}),
+        ([named("m", PAGE)], {"injectDefaults": False}, {}),
+    ],
+)
+def test_sources_and_what_reads_them(
+    blocks: list[Any], layer: dict[str, Any], expected: dict[str, tuple[str, ...]]
+) -> None:
+    assert fetched(load(plugins=plugins(*blocks), dataLayer=layer)) == expected
+
+
+@pytest.mark.parametrize(
+    ("blocks", "layer", "expected"),
+    [
+        ([], {"injectDefaults": False}, ["$.dataLayer: no sources, and injectDefaults is false"]),
+        (
+            [named("m", PAGE), named("n", PAGE)],
+            {},
+            ["$.plugins[1]: n is not used; refer to it in $.dataLayer"],
+        ),
+        ([LIST], {}, ["$.plugins[0]: models-data-source is not used"]),
+        ([MODELS], {}, ["$.plugins[0]: models-data-extractor is not used"]),
+    ],
+)
+def test_sources_without_effect_are_warned_about(
+    blocks: list[Any], layer: dict[str, Any], expected: list[str]
+) -> None:
+    warnings = load(plugins=plugins(*blocks), dataLayer=layer).warnings
+    assert [warning[: len(start)] for warning, start in zip(warnings, expected, strict=True)] == expected
 
 
 # -- warnings ---------------------------------------------------------------------------------------
@@ -167,6 +240,31 @@ def test_warnings(sections: dict[str, Any], expected: str) -> None:
 @pytest.mark.parametrize("gates", [["flowControl=false"], ["haPopulateNonLeaderDatastore"], []])
 def test_gates_that_change_nothing(gates: list[str]) -> None:
     assert load(featureGates=gates).warnings == ()
+
+
+def test_alpha_plugins_are_warned_about_where_they_are_allowed() -> None:
+    (warning,) = load(plugins=plugins("queue-scorer", "agent-identity")).warnings
+    assert warning == "$.plugins[1].type: agent-identity is experimental and may change"
+
+
+def test_alpha_plugins_are_a_problem_each_where_they_are_not() -> None:
+    blocks = plugins("agent-identity", "queue-scorer", {"name": "mine", "type": "p2p-source-producer"})
+    text = yaml.safe_dump({**HEAD, "plugins": blocks})
+    with pytest.raises(ConfigError) as caught:
+        load_config(text, "file", allow_experimental=False)
+    assert [problem.path for problem in caught.value.problems] == ["$.plugins[0].type", "$.plugins[2].type"]
+    for problem, type_name in zip(
+        caught.value.problems, ("agent-identity", "p2p-source-producer"), strict=True
+    ):
+        assert problem.message.startswith(
+            f"{type_name} is experimental (alpha); to use it, start with --allow-experimental-plugins"
+        )
+
+
+@pytest.mark.parametrize("name", ["optimized-baseline", "probabilistic-admitter", "tiered-prefix-cache-cpu"])
+def test_configurations_without_alpha_plugins_need_no_flag(name: str) -> None:
+    text = (DATA.parent / f"{name}.yaml").read_bytes()
+    assert load_config(text, name, allow_experimental=False) == load_config(text, name)
 
 
 # -- problems ---------------------------------------------------------------------------------------
@@ -209,8 +307,8 @@ def test_every_bad_block_is_listed_at_once_in_the_order_of_the_file() -> None:
             "queue-scorrer",
             {"type": "prefix-cache-scorer", "parameters": {"matchLengthWeight": 5, "other": 1}},
             {"name": "x"},
-            "lora-affinity-scorer",
-            {"type": "metrics-data-source", "parameters": {"scheme": "x", "port": 1}},
+            "latency-scorer",
+            {"type": "metrics-data-source", "parameters": {"scheme": "x", "port": -1}},
         ),
         schedulingProfiles=[profile("p", "nowhere")],
         dataLayer={"discovery": {"pluginRef": "nobody"}},

@@ -1,6 +1,7 @@
 """The director: what it charges, refuses and gives back, with real pool, ledger and scheduling."""
 
 import gzip
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -13,7 +14,7 @@ from epp.director import TIMED_EVERY, Director, Plugins, Prepared, Refusal
 from epp.errors import BadRequest, NoEndpoints, PayloadTooLarge, RequestError, Saturated
 from epp.payload.records import Api, RawRequest, Usage
 from epp.pool.ledger import InflightLedger
-from epp.pool.records import Endpoint, Mask
+from epp.pool.records import Endpoint, LoadReport, Mask
 from epp.pool.store import PoolStore
 from epp.scheduling.pickers import MaxScorePicker, MaxScorePickerParams
 from epp.scheduling.ports import AGENT_IDENTITY, Attributes, Ctx
@@ -460,3 +461,87 @@ def test_headers_of_plugins_reach_engine_and_client() -> None:
     edits = bench.director.observe(placement.ticket, AnswerHeaders(200, None, False), 1.0)
     assert edits == (("x-one", b"to the client"), ("x-two", b"to the client"))
     assert bench.director.observe(placement.ticket, FirstToken(), 1.0) == ()
+
+
+def test_what_an_engine_says_beside_its_answer_reaches_the_pool() -> None:
+    bench = Bench(2)
+    placement = bench.place()
+    report = LoadReport(waiting=7.0, running=None, kv_usage=0.5, attributes={})
+    bench.director.observe(placement.ticket, AnswerHeaders(200, None, True, report), 2.0)
+    slot = placement.serving.decision.slots[0]
+    view = bench.store.view
+    assert (view.waiting[slot], view.kv_usage[slot], bool(view.running_known[slot])) == (7.0, 0.5, False)
+    assert not view.waiting_known[1 - slot]
+
+
+def test_an_endpoint_served_under_the_address_it_was_named_by() -> None:
+    """A rank behind its pod's primary port is named by that port, where another endpoint may be known."""
+    bench = Bench(2)
+    placement = bench.place()
+    leg = placement.serving
+    slots = leg.decision.slots[0], 1 - leg.decision.slots[0]
+    chosen, other = (bench.store.view.endpoints[slot] for slot in slots)
+    assert chosen is not None
+    assert other is not None
+    ticket = bench.director._tickets[placement.ticket][1]
+    named = msgspec.structs.replace(chosen, address=other.address)
+    ticket.placement = replace(placement, legs=(replace(leg, endpoints=(named,)),))
+    bench.director.observe(placement.ticket, AnswerHeaders(200, other.host_port, False), 2.0)
+    assert ticket.slot == slots[0]
+    assert bench.recorder.elsewhere == []
+
+
+def test_two_ranks_named_by_one_port_count_as_the_first_choice() -> None:
+    """The sidecar there is told the first choice, even where the second has the port as its own."""
+    for first in (0, 1):
+        bench = Bench(0)
+        ranks = [Endpoint(f"uid-{port}", "pod", "default", "10.0.0.1", port) for port in (8000, 8001)]
+        bench.store.sync(ranks, 0.0)
+        placement = bench.place()
+        slots = first, 1 - first
+        leg = placement.serving
+        ticket = bench.director._tickets[placement.ticket][1]
+        bench.ledger.move(ticket.slot, first, ticket.prefill_tokens)
+        ticket.slot = first
+        named = tuple(msgspec.structs.replace(ranks[slot], port=8000) for slot in slots)
+        decision = replace(leg.decision, slots=slots)
+        ticket.placement = replace(placement, legs=(replace(leg, endpoints=named, decision=decision),))
+        bench.director.observe(placement.ticket, AnswerHeaders(200, "10.0.0.1:8000", False), 2.0)
+        assert ticket.slot == first
+
+
+def test_an_address_of_an_endpoint_that_left_is_not_its_slots_next_owner() -> None:
+    """A fallback is not charged, so its slot may change hands before it answers."""
+    bench = Bench(2)
+    placement = bench.place()
+    leg = placement.serving
+    first, second = leg.decision.slots[0], 1 - leg.decision.slots[0]
+    chosen, fallback = bench.store.view.endpoints[first], bench.store.view.endpoints[second]
+    assert chosen is not None
+    assert fallback is not None
+    ticket = bench.director._tickets[placement.ticket][1]
+    decision = replace(leg.decision, slots=(first, second))
+    ticket.placement = replace(
+        placement, legs=(replace(leg, endpoints=(chosen, fallback), decision=decision),)
+    )
+    bench.store.sync([chosen], 1.5)
+    bench.store.sync([chosen, Endpoint("uid-new", "new", "default", "10.0.0.9", 8000)], 1.5)
+    assert bench.store.view.host_ports[second] == "10.0.0.9:8000"
+    bench.director.observe(placement.ticket, AnswerHeaders(200, fallback.host_port, False), 2.0)
+    assert ticket.slot == first
+    assert bench.recorder.elsewhere == [(fallback.host_port, False)]
+
+
+def test_nothing_of_a_body_is_kept_while_the_answer_lasts() -> None:
+    """Bodies are charged to an account that is given back once they were sent on."""
+    bench = Bench(1)
+    body, prompt = bytes(bytearray(1000)), bytes(bytearray(1000))
+    prepared = bench.director.prepare(bench.raw(b'{"model":"m","prompt":"x"}'), 1.0)
+    request = msgspec.structs.replace(prepared.request, prompts=(prompt,))
+    prepared = msgspec.structs.replace(prepared, request=request, body=body)
+    del request
+    assert isinstance(bench.director.submit(prepared, 1.0), Placement)
+    del prepared
+    assert bench.director.in_flight == 1
+    alone = bytes(bytearray(1000))
+    assert sys.getrefcount(body) == sys.getrefcount(prompt) == sys.getrefcount(alone)

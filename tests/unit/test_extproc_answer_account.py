@@ -21,8 +21,9 @@ from epp.extproc.records import (
     Routed,
 )
 from epp.payload import answer
-from epp.payload.answer import EXACT_BYTES, AnswerReader
+from epp.payload.answer import AnswerReader
 from epp.payload.records import Api
+from epp.payload.shapes import EXACT_BYTES
 from tests.data.extproc.script import placement
 
 DUPLEX = BodyMode.FULL_DUPLEX_STREAMED

@@ -3,8 +3,9 @@ from typing import Any
 
 import pytest
 
-from epp.payload.answer import EXACT_BYTES, AnswerReader
+from epp.payload.answer import AnswerReader
 from epp.payload.records import Api, Usage
+from epp.payload.shapes import EXACT_BYTES
 
 SSE = "text/event-stream"
 JSON = "application/json"

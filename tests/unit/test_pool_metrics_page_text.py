@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from epp.errors import PageError
-from epp.pool.metrics_page import EngineSample, read_page
+from epp.pool.engines import ENGINES, VLLM
+from epp.pool.metrics_page import NO_LORA, EngineSample, PageReader
 
+read_page = PageReader(VLLM).read
 DATA = Path(__file__).parent.parent / "data" / "pool"
 HEADER = b"# HELP vllm:num_requests_waiting Requests.\n# TYPE vllm:num_requests_waiting gauge\n"
 
@@ -35,7 +37,7 @@ def test_no_amount_is_unknown(value: str) -> None:
         f"vllm:prefix_cache_hits_total {value}",
         "vllm:num_requests_running 2",
     )
-    assert sample == EngineSample(running=2.0)
+    assert sample == EngineSample(running=2.0, lora=NO_LORA)
 
 
 def test_one_unreadable_rank_makes_the_sum_unknown() -> None:
@@ -73,6 +75,18 @@ def test_labels_and_forms_of_a_sample(labels: str, text: str, value: float) -> N
     assert read_page(f"vllm:num_requests_waiting{labels}\t{text}".encode()).waiting == value
 
 
+def test_what_other_exporters_write_does_not_disturb() -> None:
+    sample = read_page(
+        b'{"http.server.duration",le="1"} 3\n'
+        b'{"vllm:num_requests_waiting"} 9\n'
+        b"vllm:num_requests_waiting 1e3 1395066363000\n"
+        b'vllm:num_requests_running 2 # {trace_id="x"} 0.5 1395066363.0\n'
+        b"vllm:kv_cache_usage_perc NaN\n"
+        b"# EOF\n"
+    )
+    assert (sample.waiting, sample.running, sample.kv_usage) == (1000.0, 2.0, None)
+
+
 def test_series_of_several_models_are_summed() -> None:
     assert (
         read(
@@ -96,7 +110,7 @@ def test_series_of_several_models_are_summed() -> None:
     ],
 )
 def test_other_lines_are_not_taken(line: str) -> None:
-    assert read(line) == EngineSample()
+    assert read(line) == EngineSample(lora=NO_LORA)
 
 
 def test_usage_stays_within_one() -> None:
@@ -151,6 +165,7 @@ def test_what_is_no_page(page: bytes) -> None:
 def test_garbage_never_escapes_as_another_error() -> None:
     draw = random.Random(20)
     pages = [path.read_bytes() for path in sorted(DATA.glob("*.txt"))]
+    readers = [PageReader(engine) for engine in ENGINES]
     read_or_refused = 0
     for _ in range(1500):
         page = bytearray(draw.choice(pages))
@@ -168,7 +183,7 @@ def test_garbage_never_escapes_as_another_error() -> None:
             case _:
                 page = bytearray(draw.randbytes(draw.randrange(300)))
         try:
-            sample = read_page(bytes(page))
+            sample = draw.choice(readers).read(bytes(page))
         except PageError:
             read_or_refused += 1
         else:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from epp.pool.metrics_page import EngineSample
-from epp.pool.records import Endpoint
+from epp.pool.metrics_page import NO_LORA, EngineSample, LoraSample
+from epp.pool.records import Endpoint, LoadReport
 from epp.pool.store import PoolStore
 
 FULL = EngineSample(
@@ -204,3 +204,86 @@ def test_staleness_allows_three_intervals(interval_s: float, fresh_for_s: float)
     assert np.flatnonzero(store.view.stale).tolist() == [0], "never scraped is not stale"
     store.sampled(0, FULL, 200.0)
     assert not store.view.stale.any()
+
+
+def test_names_and_attributes_follow_the_capacity() -> None:
+    store = PoolStore()
+    store.add_attributes(["heat"])
+    store.sync([endpoint(n) for n in range(3)], 0.0)
+    store.sampled(
+        1, EngineSample(lora=LoraSample(frozenset("a"), frozenset("ab"), 4), attributes={"heat": 2.0}), 0.0
+    )
+    store.listed_models(1, frozenset({"base"}))
+    store.sync([endpoint(n) for n in range(40)], 0.0)
+    view = store.view
+    assert view.capacity > 40
+    assert view.adapters is not None
+    for mask in (view.adapters.running["a"], view.adapters.waiting["b"], view.models["base"]):
+        assert (len(mask), np.flatnonzero(mask).tolist()) == (view.capacity, [1])
+    assert len(view.adapters.count) == len(view.adapters.most) == view.capacity
+    assert (view.adapters.count[1], view.adapters.most[1]) == (2, 4)
+    assert view.attributes["heat"][1] == 2.0
+    assert np.isnan(view.attributes["heat"][[0, 2, 39]]).all()
+
+
+def test_adapters_are_unknown_until_an_engine_tells_of_any() -> None:
+    store = PoolStore()
+    store.sync([endpoint(0), endpoint(1)], 0.0)
+    store.sampled(0, EngineSample(waiting=1.0, lora=NO_LORA), 0.0)
+    assert store.view.adapters is None
+    store.sampled(0, EngineSample(lora=LoraSample(frozenset("a"))), 0.0)
+    store.sampled(0, EngineSample(waiting=1.0), 0.0)
+    assert store.view.adapters is not None
+    assert list(store.view.adapters.running) == ["a"], "an engine without such a series takes nothing away"
+    store.sampled(0, EngineSample(lora=NO_LORA), 0.0)
+    assert store.view.adapters.running == {}, "the engine started anew"
+
+
+def test_a_report_tells_load_and_declared_attributes() -> None:
+    store = PoolStore()
+    store.add_attributes(["heat"])
+    store.sync([endpoint(0)], 0.0)
+    store.reported(
+        0, LoadReport(waiting=2.0, running=3.0, kv_usage=1.5, attributes={"heat": -1.0, "x": 1.0}), 7.0
+    )
+    view = store.view
+    assert (view.waiting[0], view.running[0], view.kv_usage[0]) == (2.0, 3.0, 1.0)
+    assert [view.waiting_known[0], view.running_known[0], view.kv_known[0]] == [True] * 3
+    assert (view.present[0], view.scraped_at[0]) == (True, 7.0)
+    assert {key: column[0] for key, column in view.attributes.items()} == {"heat": -1.0}
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -1.0, -float("inf")])
+def test_what_is_no_amount_in_a_report_is_left_alone(odd: float) -> None:
+    store = PoolStore()
+    store.add_attributes(["heat"])
+    store.sync([endpoint(0)], 0.0)
+    store.reported(0, LoadReport(odd, odd, odd, {"heat": odd}), 7.0)
+    view = store.view
+    assert [view.waiting_known[0], view.running_known[0], view.kv_known[0], view.present[0]] == [False] * 4
+    assert np.isnan(view.attributes["heat"][0]) or view.attributes["heat"][0] == -1.0
+
+
+def test_a_report_and_another_servers_page_bring_no_silent_endpoint_back() -> None:
+    store = PoolStore()
+    store.sync([endpoint(0), endpoint(1)], 0.0)
+    store.failed(0, refused=True, now=0.0)
+    store.reported(0, LoadReport(waiting=1.0), 0.0)
+    store.learned(0, EngineSample(waiting=1.0), 0.0)
+    assert np.flatnonzero(store.view.candidates).tolist() == [1]
+    store.sampled(0, EngineSample(waiting=1.0), 0.0)
+    assert np.flatnonzero(store.view.candidates).tolist() == [0, 1]
+
+
+def test_nothing_is_learnt_of_a_removed_endpoint() -> None:
+    store = PoolStore(busy=lambda slot: True)
+    store.add_attributes(["heat"])
+    store.sync([endpoint(0)], 0.0)
+    store.sync([], 0.0)
+    store.reported(0, LoadReport(waiting=1.0, attributes={"heat": 1.0}), 0.0)
+    store.learned(0, EngineSample(waiting=1.0, lora=LoraSample(frozenset("a"))), 0.0)
+    store.listed_models(0, frozenset("m"))
+    view = store.view
+    assert not view.present[0]
+    assert (view.models, view.adapters) == ({}, None)
+    assert np.isnan(view.attributes["heat"][0])

@@ -15,10 +15,10 @@ HOSTILE = 'a"b\n2026 ERROR forged \x1b[2J\ud800'
 @pytest.fixture(autouse=True)
 def _keep_logging() -> Iterator[None]:
     """`set_up` is the process's; pytest has its own."""
-    root, ours = logging.getLogger(), logging.getLogger("epp")
-    before = root.handlers[:], root.level, ours.level
+    root, ours, requests = map(logging.getLogger, ("", "epp", logs.REQUESTS))
+    before = root.handlers[:], root.level, ours.level, requests.level
     yield
-    root.handlers[:], root.level, ours.level = before
+    root.handlers[:], root.level, ours.level, requests.level = before
 
 
 def record(**extra: object) -> logging.LogRecord:
@@ -90,12 +90,23 @@ def test_the_format_follows_the_flag_and_else_the_terminal(
     assert capsys.readouterr().err.startswith("{") is as_json
 
 
-@pytest.mark.parametrize(("verbosity", "lines"), [(0, 1), (2, 1), (3, 2), (4, 2)])
-def test_lines_of_single_requests_come_from_verbosity_3_on(
-    verbosity: int, lines: int, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("verbosity", "said"),
+    [
+        (-1, ["error"]),
+        (0, ["error", "warning", "info"]),
+        (2, ["error", "warning", "info"]),
+        (3, ["error", "warning", "info", "request"]),
+        (4, ["error", "warning", "info", "request", "debug"]),
+    ],
+)
+def test_what_is_logged_at_which_verbosity(
+    verbosity: int, said: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs.set_up("json", verbosity)
-    logging.getLogger("epp.x").info("said")
-    logging.getLogger("epp.x").debug("a request")
+    for level in ("error", "warning", "info"):
+        getattr(logging.getLogger("epp.x"), level)(level)
+    logging.getLogger(logs.REQUESTS).info("request")
+    logging.getLogger("epp.x").debug("debug")
     logging.getLogger("other").info("not ours")
-    assert len(capsys.readouterr().err.splitlines()) == lines
+    assert [json.loads(line)["msg"] for line in capsys.readouterr().err.splitlines()] == said

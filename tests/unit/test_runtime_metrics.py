@@ -1,6 +1,8 @@
 """Metrics: the table against the field's names, and what each row is fed with."""
 
+import json
 import math
+from itertools import count
 from typing import Any
 
 import pytest
@@ -17,7 +19,9 @@ from epp.runtime import metrics as metrics_module
 from epp.runtime.app import App
 from epp.runtime.metrics import Bounded, Metrics
 from epp.runtime.metrics_table import LABEL_SETS, TABLE, reference
-from epp.scheduling.records import AnswerHeaders, Cause, Ended, FirstToken, Placement
+from epp.runtime.stream import Stream
+from epp.scheduling.inflight import InflightLoadProducer
+from epp.scheduling.records import AnswerHeaders, Cause, Ended, FirstToken, Gaps, Placement
 from tests.data.runtime import picker as runtime
 
 MODEL = ("model_name", "target_model_name", "fairness_id", "priority")
@@ -38,6 +42,7 @@ FIELD: dict[str, tuple[str, tuple[str, ...]]] = {
     "request_ntpot_seconds": ("histogram", MODEL),
     "request_ttft_seconds": ("histogram", (*MODEL, "streaming")),
     "request_streaming_tpot_seconds": ("histogram", MODEL),
+    "request_streaming_itl_seconds": ("histogram", MODEL),
     "average_kv_cache_utilization": ("gauge", ("name",)),
     "average_queue_size": ("gauge", ("name",)),
     "average_running_requests": ("gauge", ("name",)),
@@ -53,13 +58,21 @@ FIELD: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "plugin_duration_seconds": ("histogram", ("extension_point", "plugin_type", "plugin_name")),
     "request_processing_duration_seconds": ("histogram", ()),
+    "response_processing_duration_seconds": ("histogram", ()),
     "info": ("gauge", ("commit", "build_ref")),
+    "model_rewrite_decisions_total": ("counter", ("model_rewrite_name", "model_name", "target_model")),
     "datalayer_poll_errors_total": ("counter", ("source_type",)),
+    "datalayer_extract_errors_total": ("counter", ("source_type", "extractor_type")),
     "prefix_indexer_size": ("gauge", PLUGIN),
     "prefix_indexer_hit_ratio": ("histogram", PLUGIN),
     "prefix_indexer_hit_bytes": ("histogram", PLUGIN),
+    "encoder_cache_queries_total": ("counter", ("plugin_type", "plugin_name", "modality")),
+    "encoder_cache_hits_total": ("counter", ("plugin_type", "plugin_name", "pod", "modality")),
+    "encoder_cache_hit_ratio": ("histogram", ("plugin_type", "plugin_name")),
     "inflight_requests": ("gauge", INFLIGHT),
     "inflight_tokens": ("gauge", INFLIGHT),
+    "flow_control_pool_saturation": ("gauge", ("inference_pool", "stage")),
+    "flow_control_stale_endpoints": ("gauge", ("detector",)),
     "extproc_streams_inflight": ("gauge", ()),
     "extproc_streams_total": ("counter", ("code",)),
 }
@@ -71,12 +84,17 @@ OURS = {
     "ledger_overdrafts_total",
     "served_elsewhere_total",
     "config_discovery_errors_total",
+    "config_reload_errors_total",
+    "config_last_reload_successful",
 }
 # First, last and number of buckets, from the field's list; its two 32778 are 32768 here.
 BUCKETS = {
     "request_duration_seconds": (0.005, 3600, 35),
     "request_ttft_seconds": (0.005, 120, 24),
     "request_streaming_tpot_seconds": (0.0005, 2, 19),
+    "request_streaming_itl_seconds": (0.001, 2, 15),
+    "response_processing_duration_seconds": (0.0001, 5, 15),
+    "encoder_cache_hit_ratio": (0, 1, 11),
     "request_ntpot_seconds": (0.001, 10, 13),
     "request_size_bytes": (64, 2**30, 25),
     "response_size_bytes": (1, 65536, 15),
@@ -173,7 +191,8 @@ def test_one_streamed_request_from_placement_to_end() -> None:
     assert run.sample("scheduler_attempts_total", **attempt) == 1
     run.tell(placement, 0.1, AnswerHeaders(200, None, True))
     run.tell(placement, 0.5, FirstToken())
-    run.tell(placement, 2.5, Ended(Cause.NATURAL, Usage(1000, 101, 64), 101, 5000))
+    gaps = Gaps((0, 0, 99, *[0] * 12, 1), 2.0)
+    run.tell(placement, 2.5, Ended(Cause.NATURAL, Usage(1000, 101, 64), 101, 5000, gaps))
     assert run.sample("request_running", **labels) == 0
     assert run.sample("request_ttft_seconds_sum", **labels, streaming="true") == pytest.approx(0.5)
     assert run.sample("request_ttft_seconds_count", **labels, streaming="false") == 0
@@ -188,14 +207,19 @@ def test_one_streamed_request_from_placement_to_end() -> None:
     ):
         assert run.sample(f"{name}_count", **labels) == 1, name
         assert run.sample(f"{name}_sum", **labels) == pytest.approx(total), name
+    assert run.sample("request_streaming_itl_seconds_count", **labels) == 100
+    assert run.sample("request_streaming_itl_seconds_sum", **labels) == pytest.approx(2.0)
+    assert run.sample("request_streaming_itl_seconds_bucket", **labels, le="0.005") == 0
+    assert run.sample("request_streaming_itl_seconds_bucket", **labels, le="0.01") == 99
     assert run.sample("request_error_total") == 0
 
 
 def test_a_plain_answer_has_no_time_between_tokens() -> None:
     run = Run()
-    run.whole()
+    run.whole(end=Ended(Cause.NATURAL, Usage(10, 5), 1, 100, Gaps((1,) * 16, 8.0)))
     assert run.sample("request_ttft_seconds_sum", streaming="false") == pytest.approx(0.2)
     assert run.sample("request_streaming_tpot_seconds_count") == 0
+    assert run.sample("request_streaming_itl_seconds_count") == 0
     assert run.sample("request_cached_tokens_count") == 0
 
 
@@ -209,7 +233,7 @@ def test_an_answer_without_usage_tells_no_tokens() -> None:
 def test_an_engines_error_is_counted_and_is_no_first_token() -> None:
     run = Run()
     run.whole(status=500, end=Ended(Cause.NATURAL, None, 1, 100))
-    assert run.sample("request_error_total", error_code="500") == 1
+    assert run.sample("request_error_total", error_code="ModelServerError") == 1
     assert run.sample("request_ttft_seconds_count") == 0
     assert run.sample("request_running") == 0
 
@@ -224,14 +248,14 @@ def test_an_aborted_request_is_an_error_and_no_duration(cause: Cause) -> None:
     assert run.sample("request_running") == 0
 
 
-def test_refusals_are_counted_by_status() -> None:
+def test_refusals_are_counted_by_code() -> None:
     run = Run()
     prepared = run.prepare(runtime.chat())
     metrics = run.app.metrics
     metrics.refused(prepared, NoEndpoints("none"))
     metrics.refused(None, NoEndpoints("none"))
-    assert run.sample("request_error_total", error_code="503", model_name="m") == 1
-    assert run.sample("request_error_total", error_code="503", model_name="") == 1
+    assert run.sample("request_error_total", error_code="ServiceUnavailable", model_name="m") == 1
+    assert run.sample("request_error_total", error_code="ServiceUnavailable", model_name="") == 1
     assert run.sample("scheduler_attempts_total", status="failure", target_model_name="m") == 1
 
 
@@ -246,15 +270,148 @@ def test_the_prefix_match_of_the_chosen_endpoint() -> None:
     assert run.sample("prefix_indexer_hit_ratio_count", plugin_type="approx-prefix-cache-producer") == 2
 
 
-def test_plugins_are_timed_on_sampled_requests_only() -> None:
-    run = Run()
+BY_LOAD = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: active-request-scorer
+- type: prefix-cache-scorer
+- type: max-score-picker
+schedulingProfiles:
+- name: default
+  plugins:
+  - pluginRef: active-request-scorer
+  - pluginRef: prefix-cache-scorer
+  - pluginRef: max-score-picker
+"""
+
+
+def test_facts_of_another_kind_are_no_prefix_match() -> None:
+    run = Run(config=BY_LOAD)
+    run.whole(runtime.chat("x" * 4000))
+    assert run.sample("request_total") == 1
+    assert run.sample("prefix_indexer_hit_ratio_count") == 1
+    assert names_in(run, "prefix_indexer_hit_ratio_count", "plugin_name") == {"approx-prefix-cache-producer"}
+    assert len(run.app.recorder.decisions) == 1
+
+
+EVERY_POINT = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: agent-identity
+- type: probabilistic-admitter
+- type: inflight-load-producer
+- type: request-attribute-reporter
+  parameters: {attributes: [{key: {name: cost}, expression: usage.prompt_tokens}]}
+- {name: sticky, type: active-request-scorer}
+- type: decode-filter
+- type: max-score-picker
+schedulingProfiles:
+- name: default
+  plugins:
+  - {pluginRef: decode-filter}
+  - {pluginRef: sticky, weight: 2}
+  - {pluginRef: max-score-picker}
+"""
+
+
+def timed(run: Run) -> dict[tuple[str, str, str], float]:
+    """How often each plugin was timed, by extension point, type and name."""
+    return {
+        (series.labels["extension_point"], series.labels["plugin_type"], series.labels["plugin_name"]): (
+            series.value
+        )
+        for series in series_of(run.app.metrics, "plugin_duration_seconds_count")
+    }
+
+
+def test_plugins_of_every_extension_point_are_timed_on_sampled_requests_only() -> None:
+    run = Run(config=EVERY_POINT)
     for _ in range(TIMED_EVERY + 1):
         run.whole()
-    points = {"Scorer", "Picker"}
-    for point in points:
-        assert run.sample("plugin_duration_seconds_count", extension_point=point) > 0
-    assert run.sample("plugin_duration_seconds_count", plugin_type="queue-scorer") == 2
+    scored, counted = "active-request-scorer", "inflight-load-producer"
+    expected = {
+        ("RequestHeader", "agent-identity", "agent-identity"): 2,
+        ("DataProducer", counted, counted): 2,
+        ("Admission", "probabilistic-admitter", "probabilistic-admitter"): 2,
+        ("ProfileHandler", "single-profile-handler", "single-profile-handler"): 2,
+        ("Filter", "decode-filter", "decode-filter"): 2,
+        ("Scorer", scored, "sticky"): 2,
+        ("Picker", "max-score-picker", "max-score-picker"): 2,
+        ("PreRequest", counted, counted): 2,
+    }
+    found = timed(run)
+    assert {key: found.get(key) for key in expected} == expected
     assert run.sample("plugin_duration_seconds_sum") > 0
+
+
+def test_a_plugin_that_fails_on_a_sampled_request_is_called_by_its_own_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(InflightLoadProducer, "produce", lambda self, ctx: 1 / 0)
+    run = Run(config=EVERY_POINT)
+    run.whole()
+    assert run.sample("plugin_failures_total", plugin_class="InflightLoadProducer") == 1
+
+
+def test_priorities_are_labels() -> None:
+    run = Run(config=RULES)
+    run.whole(x_llm_d_inference_objective="interactive")
+    run.whole(x_llm_d_inference_objective="batch")
+    run.whole()
+    for priority, seen in (("10", 1), ("-10", 1), ("0", 1)):
+        assert run.sample("request_total", priority=priority) == seen
+    assert run.sample("request_duration_seconds_count", priority="-10") == 1
+
+
+RULES = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+objectives: [{name: interactive, priority: 10}, {name: batch, priority: -10}]
+modelRewrites:
+- name: canary
+  rules:
+  - matches: [{model: {type: Exact, value: m}}]
+    targets: [{modelRewrite: m}]
+  - matches: [{model: {type: Exact, value: n}}]
+    targets: [{modelRewrite: served}]
+"""
+
+
+def asked(model: str) -> bytes:
+    return runtime.chat().replace(b'"m"', b'"%s"' % model.encode())
+
+
+async def test_decisions_of_rewrite_rules_are_counted_those_for_the_same_model_too() -> None:
+    app = runtime.picker(config=RULES)
+    for model in ("m", "n", "n", "other-model"):
+        raw = RawRequest("r", "POST", "/v1/chat/completions", (), asked(model))
+        app.router.route(raw, lambda outcome: None)
+    for model, target, seen in (("m", "m", 1), ("n", "served", 2)):
+        labels = {"model_rewrite_name": "canary", "model_name": model, "target_model": target}
+        assert runtime.sample(app, "model_rewrite_decisions_total", **labels) == seen
+    assert runtime.sample(app, "model_rewrite_decisions_total") == 3
+
+
+def test_models_that_rules_name_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "LABEL_SETS", 5)
+    run = Run(config=RULES)
+    for number in range(20):
+        run.whole(asked(f"model-{number}"), x_llm_d_inference_fairness_id=f"f{number}")
+    run.whole(asked("n"), x_llm_d_inference_fairness_id="late")
+    assert run.sample("request_total", model_name="n", target_model_name="served", fairness_id="other") == 1
+    assert run.sample("request_total", model_name="other") == 15
+
+
+@pytest.mark.parametrize("fault", ["unpinned", "limit ignored", "pinned counted"])
+def test_a_fault_of_the_bounds_is_noticed(fault: str) -> None:
+    bounded = Bounded(limit=1, pinned=frozenset() if fault == "unpinned" else frozenset({"p"}))
+    if fault == "limit ignored":
+        bounded.limit = 10**6
+    if fault == "pinned counted":
+        bounded.pinned, bounded._seen = frozenset(), {"p"}
+    assert [bounded(value) for value in ("a", "p", "b")] != ["a", "p", "other"]
 
 
 def test_times_of_the_choice() -> None:
@@ -335,7 +492,7 @@ def test_a_hundred_thousand_names_make_no_more_series_than_the_limit() -> None:
     assert (
         metrics.registry.get_sample_value(
             "llm_d_epp_request_error_total",
-            {**dict.fromkeys(MODEL[:3], "other"), "priority": "0", "error_code": "503"},
+            {**dict.fromkeys(MODEL[:3], "other"), "priority": "0", "error_code": "ServiceUnavailable"},
         )
         == 3000 - LABEL_SETS
     )
@@ -352,7 +509,7 @@ def series_of(metrics: Metrics, name: str) -> list[Any]:
 
 
 def renew(run: Run) -> None:
-    run.app.metrics.pool(run.app.store, run.app.ledger, run.app.budget.used)
+    run.app.renew_gauges()
 
 
 def test_the_gauges_of_the_pool() -> None:
@@ -524,13 +681,81 @@ def test_counters_kept_elsewhere_are_followed() -> None:
     assert run.sample("datalayer_poll_errors_total", source_type="metrics-data-source") == 7
 
 
+EVERY_ROW = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins: [{type: mm-embeddings-cache-producer}, {type: prefix-cache-scorer}, {type: max-score-picker}]
+schedulingProfiles:
+- {name: default, plugins: [{pluginRef: prefix-cache-scorer}, {pluginRef: max-score-picker}]}
+modelRewrites: [{name: any, rules: [{targets: [{modelRewrite: served}]}]}]
+"""
+
+
+def with_picture() -> bytes:
+    image = {"type": "image_url", "image_url": {"url": "http://pictures.example/1.png"}}
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": [image]}]}).encode()
+
+
+def answer_in_a_timed_stream(app: App) -> None:
+    """A whole exchange through the stream whose turn it is to be timed."""
+    app.streams = TIMED_EVERY - 1
+    stream = app.stream(lambda: None)
+    for message in (
+        runtime.request_headers(),
+        *runtime.request_body(runtime.chat()),
+        runtime.response_headers(),
+        runtime.response_body(b"{}"),
+    ):
+        stream.received(message)
+    stream.closed()
+
+
+def test_the_messages_of_an_answer_are_timed_in_one_stream_of_many() -> None:
+    app = runtime.picker()
+    kinds = [type(app.stream(lambda: None)) for _ in range(2 * TIMED_EVERY)]
+    assert [number for number, kind in enumerate(kinds, 1) if kind is not Stream] == [
+        TIMED_EVERY,
+        2 * TIMED_EVERY,
+    ]
+    answer_in_a_timed_stream(app)
+    assert runtime.sample(app, "response_processing_duration_seconds_count") == 1
+    assert 0 < runtime.sample(app, "response_processing_duration_seconds_sum") < 10
+    app.streams = TIMED_EVERY - 1
+    unanswered = app.stream(lambda: None)
+    unanswered.received(runtime.request_headers())
+    unanswered.closed()
+    assert runtime.sample(app, "response_processing_duration_seconds_count") == 1
+    assert runtime.left_over(app)["requests"] == 0
+
+
+def test_time_spent_on_the_request_is_not_the_answers() -> None:
+    app = runtime.picker()
+    app.streams = TIMED_EVERY - 1
+    stream: Any = app.stream(lambda: None)
+    ticks = count()
+    stream._timer = lambda: float(next(ticks))
+    for message in (runtime.request_headers(), *runtime.request_body(runtime.chat())):
+        stream.received(message)
+    assert next(ticks) == 0
+    for message in (runtime.response_headers(), runtime.response_body(b"{}")):
+        stream.received(message)
+    stream.closed()
+    assert runtime.sample(app, "response_processing_duration_seconds_sum") == 2.0
+
+
 def test_every_row_of_the_table_is_fed() -> None:
     """Whatever is not told by the requests above comes from here: no row stands there without a value."""
-    run = Run()
+    run = Run(config=EVERY_ROW)
     run.whole(runtime.chat("x" * 4000), end=Ended(Cause.NATURAL, Usage(10, 5, 3), 1, 1))
+    for _ in range(2):
+        run.whole(with_picture())
+    run.app.recorder.decided(run.prepare(runtime.chat()), 0.0, 0.1)
     run.tell(streamed := run.place(), 0.1, AnswerHeaders(200, "192.0.2.1:1", True))
     run.tell(streamed, 0.2, FirstToken())
-    run.tell(streamed, 0.3, Ended(Cause.NATURAL, Usage(10, 5), 1, 1))
+    run.tell(streamed, 0.3, Ended(Cause.NATURAL, Usage(10, 5), 1, 1, Gaps((1,) * 16, 5.0)))
+    run.app.scraper.counts.poll_errors["metrics-data-source"] = 1
+    run.app.scraper.counts.extract_errors["metrics-data-source", "core-metrics-extractor"] = 1
+    answer_in_a_timed_stream(run.app)
     run.whole(status=503)
     run.app.metrics.decided(0.1, 0.1)
     run.app.recorder.plugin_failed(run, RuntimeError("planted"))

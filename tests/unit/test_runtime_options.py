@@ -1,13 +1,19 @@
 """Options: what is wrong with values, and the flags made from the struct."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import yaml
+from click.testing import CliRunner
 
+from epp.cli import main
 from epp.durations import Duration
-from epp.runtime.options import Options, flags, reference
+from epp.errors import ConfigError
+from epp.runtime.flag_values import REFUSED, Size, pool_of_pod, target_ports
+from epp.runtime.options import Options, completed, flags, reference
 from epp.runtime.tls_rules import CIPHER_SUITES, TlsRules
 
 
@@ -150,3 +156,138 @@ def test_every_field_is_one_flag_with_help_and_default() -> None:
 def test_the_reference_has_a_row_for_every_flag() -> None:
     rows = re.findall(r"^\| `(--?[a-z-]+)`", reference(), re.MULTILINE)
     assert rows == [flag.names[0] for flag in flags()]
+
+
+# -- the flags of the field -------------------------------------------------------------------------
+
+OF_THE_FIELD = yaml.safe_load(
+    (Path(__file__).parents[1] / "data" / "runtime" / "flags-of-the-field.yaml").read_text()
+)
+
+
+@pytest.mark.parametrize("row", OF_THE_FIELD, ids=lambda row: row["argument"])
+def test_each_flag_of_the_field_is_accepted_or_refused_with_its_reason(
+    row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[Options] = []
+    monkeypatch.setattr("epp.runtime.app.serve", lambda options, tracing: served.append(options))
+    monkeypatch.setattr("epp.runtime.logs.set_up", lambda *arguments: None)
+    monkeypatch.setenv("POD_NAME", "epp-5d8f6c9b7d-abcde")
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
+    result = CliRunner().invoke(main, ["serve", row["argument"], *row.get("with", ())])
+    flag = row["argument"].partition("=")[0]
+    if row["outcome"] == "refused":
+        assert (result.exit_code, served) == (2, [])
+        assert flag in result.output
+        assert row["says"] in result.output
+        return
+    assert result.exit_code == 0, result.output
+    assert len(served) == 1
+    (help_text,) = [spec.help for spec in flags() if flag in spec.names]
+    assert (row["outcome"] == "without effect") == ("without effect" in help_text)
+
+
+def test_every_refused_flag_is_in_that_table() -> None:
+    refused = {row["argument"].partition("=")[0] for row in OF_THE_FIELD if row["outcome"] == "refused"}
+    assert set(REFUSED) <= refused
+    assert not set(REFUSED) & {name for flag in flags() for name in flag.names}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("4194304", 4 << 20),
+        ("10MiB", 10 << 20),
+        ("10Mi", 10 << 20),
+        ("25MB", 25_000_000),
+        ("25M", 25_000_000),
+        ("64k", 64_000),
+        ("64KB", 64_000),
+        ("1.5Ki", 1536),
+        (" 7B ", 7),
+        ("100b", 100),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert Size.parse(text) == size
+    assert str(Size.parse(text)) == str(size)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "B", "1.5", "0.1k1", "-1", "1e6", "10MBB", "10 MB", "1iB", "9999999999999P"]
+)
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size; write whole bytes"):
+        Size.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("values", "ports"),
+    [
+        ((), ()),
+        (("8000",), (8000,)),
+        (("8001,8000", "8001", "1"), (8001, 8000, 1)),
+        (("1,2,3,4", "5,6,7,8"), tuple(range(1, 9))),
+    ],
+)
+def test_target_ports_keep_their_order_once_each(values: tuple[str, ...], ports: tuple[int, ...]) -> None:
+    assert target_ports(values) == ports
+
+
+@pytest.mark.parametrize("value", ["0", "65536", "8000, 8001", "a", "", "1,,2", "-1", "\u0661"])
+def test_what_is_no_port(value: str) -> None:
+    assert "is no port; write numbers from 1 to 65535" in said(Options(endpoint_target_ports=(value,)))
+
+
+@pytest.mark.parametrize(("ports", "count"), [((), 0), (("1,2,3,4,5,6,7,8", "9"), 9)])
+def test_a_selector_needs_one_to_eight_ports(ports: tuple[str, ...], count: int) -> None:
+    found = said(Options(endpoint_selector="a=b", endpoint_target_ports=ports))
+    assert found == f"--endpoint-target-ports: {count} ports; --endpoint-selector needs 1 to 8"
+    assert said(Options(endpoint_target_ports=ports)) == ""
+
+
+def test_a_pool_by_name_or_by_selector() -> None:
+    both = Options(pool_name="p", endpoint_selector="a=b", endpoint_target_ports=("1",))
+    assert said(both) == "--endpoint-selector: give --pool-name or --endpoint-selector, not both"
+
+
+@pytest.mark.parametrize(
+    ("pod", "pool"),
+    [
+        ("epp-5d8f6c9b7d-abcde", "epp"),
+        ("my-llm-epp-5d8f6c9b7d-abcde", "my-llm-epp"),
+        ("epp-abcde", None),
+        ("epp", None),
+        ("", None),
+        ("-a-b", None),
+    ],
+)
+def test_the_pool_of_a_pod(pod: str, pool: str | None) -> None:
+    assert pool_of_pod(pod) == pool
+
+
+def test_the_environment_fills_in_what_flags_leave_out() -> None:
+    environment = {"NAMESPACE": "team", "POD_NAME": "epp-a-b"}
+    assert completed(Options(), {}).pool_namespace == "default"
+    assert completed(Options(), environment) == Options(pool_namespace="team")
+    assert completed(Options(pool_namespace="n"), environment).pool_namespace == "n"
+    chosen = Options(endpoint_selector="a=b", endpoint_target_ports=("1",))
+    assert completed(chosen, environment).pool_name == "epp"
+    with pytest.raises(ConfigError, match="POD_NAME"):
+        completed(chosen, {})
+
+
+@pytest.mark.parametrize("field", ["config_file", "pool_name", "cert_path", "metrics_cert_dir", "transport"])
+def test_a_lost_value_is_told_where_the_next_flag_stands_in_its_place(field: str) -> None:
+    flag = f"--{field.replace('_', '-')}"
+    assert f"{flag}: its value is '--seed=3', the next flag; its own is missing" in said(
+        Options(**{field: "--seed=3"})
+    )
+
+
+def test_small_sizes_and_sizes_without_effect() -> None:
+    assert "too small for the picker's messages" in said(Options(grpc_max_send_msg_size=Size(1000)))
+    assert said(Options(grpc_max_send_msg_size=Size(128 << 10))) == ""
+    grpcio = Options(transport="grpcio", grpc_max_recv_msg_size=Size(1 << 20))
+    assert said(grpcio) == "--grpc-max-recv-msg-size: has no effect with grpcio; use --transport=own"

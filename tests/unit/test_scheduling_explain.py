@@ -11,6 +11,7 @@ from epp.pool.records import Mask
 from epp.scheduling.explain import Explanation, explain, record_decision, render_table
 from epp.scheduling.ports import Ctx
 from epp.scheduling.profiles import FilterStep, SingleProfileHandler
+from epp.scheduling.records import INFLIGHT_LOAD, PREFIX_MATCH, SESSION_ID, FactKey, InflightLoad
 from tests.data.scheduling import pool
 
 Row = pool.Row
@@ -83,6 +84,20 @@ def test_the_facts_are_those_of_the_moment() -> None:
     by_name = {seen.name: seen for seen in explanation.legs[0].endpoints}
     assert by_name["3"].stale
     assert not by_name["4"].scraped
+
+
+def test_only_prefix_matches_are_matches() -> None:
+    """Other plugins leave records of other kinds; a decision is kept whatever they are."""
+    ctx = pool.context(ROWS)
+    ctx.facts[FactKey(INFLIGHT_LOAD, "inflight")] = InflightLoad(ctx.load.requests, ctx.load.requests)
+    ctx.facts[FactKey(SESSION_ID, "sessions")] = "session"
+    legs = SingleProfileHandler(pool.default_profile()).place(ctx, ctx.view.candidates)
+    recorded = record_decision("r", legs, ctx)
+    kinds = {key.kind for key in ctx.facts}
+    assert kinds == {PREFIX_MATCH, INFLIGHT_LOAD, SESSION_ID}
+    assert [producer for producer, _ in recorded.matches] == [
+        key.producer for key in ctx.facts if key.kind == PREFIX_MATCH
+    ]
 
 
 def test_scores_add_up() -> None:
@@ -178,3 +193,11 @@ def test_timings_are_shown_where_taken() -> None:
     _, explanation = explained(clock=lambda: next(ticks) * 1e-6)
     assert explanation.legs[0].timings_us["queue-scorer"] == 1.0
     assert "plugin time in us: no-7 1, queue-scorer 1" in render_table(explanation)
+
+
+def test_facts_of_other_kinds_are_left_out() -> None:
+    ctx = pool.context([Row("1", cached=40, active=3), Row("2")])
+    assert pool.INFLIGHT_KEY in ctx.facts
+    legs = SingleProfileHandler(pool.default_profile()).place(ctx, ctx.view.candidates)
+    (leg,) = explain(record_decision("r", legs, ctx)).legs
+    assert leg.producers == ("approx-prefix-cache-producer",)

@@ -2,9 +2,36 @@
 
 from typing import Final
 
-from epp.config.spec import Kind, KnownType, PluginSpec
+from epp.config.spec import BuildContext, Kind, KnownType, PluginSpec, Stability
+from epp.flow.admission import ProbabilisticAdmitter, ProbabilisticAdmitterParams
+from epp.flow.saturation import (
+    ConcurrencyDetector,
+    ConcurrencyDetectorParams,
+    UtilizationDetector,
+    UtilizationDetectorParams,
+)
 
-BUILT_INS: Final[tuple[PluginSpec, ...]] = ()
+
+def _utilization(context: BuildContext, params: UtilizationDetectorParams) -> UtilizationDetector:
+    return UtilizationDetector(params)
+
+
+def _concurrency(context: BuildContext, params: ConcurrencyDetectorParams) -> ConcurrencyDetector:
+    return ConcurrencyDetector(params)
+
+
+def _probabilistic(context: BuildContext, params: ProbabilisticAdmitterParams) -> ProbabilisticAdmitter:
+    return ProbabilisticAdmitter(params)
+
+
+_B: Final = Stability.BETA
+_DETECTOR: Final = Kind.SATURATION_DETECTOR
+
+BUILT_INS: Final[tuple[PluginSpec, ...]] = (
+    PluginSpec("utilization-detector", _DETECTOR, UtilizationDetectorParams, _utilization, _B),
+    PluginSpec("concurrency-detector", _DETECTOR, ConcurrencyDetectorParams, _concurrency, _B),
+    PluginSpec("probabilistic-admitter", Kind.ADMITTER, ProbabilisticAdmitterParams, _probabilistic, _B),
+)
 
 LATER: Final[tuple[KnownType, ...]] = (
     KnownType("global-strict-fairness-policy", Kind.FAIRNESS),
@@ -16,11 +43,8 @@ LATER: Final[tuple[KnownType, ...]] = (
     KnownType("static-usage-limit-policy", Kind.USAGE_LIMIT),
     KnownType("priority-holdback-policy", Kind.USAGE_LIMIT),
     KnownType("soft-reflective-ceiling-policy", Kind.USAGE_LIMIT),
-    KnownType("utilization-detector", Kind.SATURATION_DETECTOR),
-    KnownType("concurrency-detector", Kind.SATURATION_DETECTOR),
     KnownType("sheddable-eviction-filter", Kind.EVICTION),
     KnownType("priority-then-time-eviction-order-policy", Kind.EVICTION),
     KnownType("latency-slo-admitter", Kind.ADMITTER),
-    KnownType("probabilistic-admitter", Kind.ADMITTER),
     KnownType("disaggregatedset-rollout-screener", Kind.SCREENER),
 )

@@ -2,14 +2,32 @@
 
 from typing import Final
 
-from epp.config.spec import Kind, KnownType, PluginSpec
+from epp.config.spec import BuildContext, Kind, KnownType, PluginSpec, Stability
+from epp.scheduling.agents import AgentIdentity, AgentIdentityParams
+from epp.scheduling.reporter import RequestAttributeReporter, RequestAttributeReporterParams
 
-BUILT_INS: Final[tuple[PluginSpec, ...]] = ()
+
+def _agent_identity(context: BuildContext, params: AgentIdentityParams) -> AgentIdentity:
+    return AgentIdentity(params)
+
+
+def _reporter(context: BuildContext, params: RequestAttributeReporterParams) -> RequestAttributeReporter:
+    return RequestAttributeReporter(params)
+
+
+BUILT_INS: Final[tuple[PluginSpec, ...]] = (
+    PluginSpec("agent-identity", Kind.REQUEST_HOOK, AgentIdentityParams, _agent_identity, Stability.ALPHA),
+    PluginSpec(
+        "request-attribute-reporter",
+        Kind.RESPONSE_HOOK,
+        RequestAttributeReporterParams,
+        _reporter,
+        Stability.STABLE,
+    ),
+)
 
 LATER: Final[tuple[KnownType, ...]] = (
     KnownType("disagg-headers-handler", Kind.REQUEST_HOOK, "disagg-profile-handler"),
     KnownType("prefill-header-handler", Kind.REQUEST_HOOK, "disagg-profile-handler"),
-    KnownType("request-attribute-reporter", Kind.RESPONSE_HOOK),
     KnownType("destination-endpoint-served-verifier", Kind.RESPONSE_HOOK),
-    KnownType("agent-identity", Kind.REQUEST_HOOK),
 )

@@ -1,17 +1,19 @@
 """Types of parsers."""
 
+from functools import partial
 from typing import Final
 
-from epp.config.spec import Kind, KnownType, PluginSpec
+from epp.config.schema import NoParameters
+from epp.config.spec import BuildContext, Kind, KnownType, ParserSpec, PluginSpec, Stability
+from epp.payload.apis import PARSERS
 
-BUILT_INS: Final[tuple[PluginSpec, ...]] = ()
 
-LATER: Final[tuple[KnownType, ...]] = (
-    KnownType("openai-parser", Kind.PARSER),
-    KnownType("anthropic-parser", Kind.PARSER),
-    KnownType("vllmhttp-parser", Kind.PARSER),
-    KnownType("sglanghttp-parser", Kind.PARSER),
-    KnownType("vllmgrpc-parser", Kind.PARSER),
-    KnownType("vertexai-parser", Kind.PARSER),
-    KnownType("passthrough-parser", Kind.PARSER),
+def _parser(type_name: str, context: BuildContext, params: NoParameters) -> ParserSpec:
+    return ParserSpec(type_name)
+
+
+BUILT_INS: Final[tuple[PluginSpec, ...]] = tuple(
+    PluginSpec(name, Kind.PARSER, NoParameters, partial(_parser, name), Stability.STABLE) for name in PARSERS
 )
+
+LATER: Final[tuple[KnownType, ...]] = (KnownType("vertexai-parser", Kind.PARSER),)

@@ -12,21 +12,26 @@ from epp.config.spec import (
     TokenEstimateSpec,
 )
 from epp.kvcache.approximate import ApproximateParams, ApproximatePrefixProducer
-from epp.scheduling.records import PREFIX_MATCH
+from epp.kvcache.embeddings import (
+    DEFAULT_EMBEDDINGS_PRODUCER,
+    EMBEDDINGS_MATCH,
+    EmbeddingsCacheParams,
+    EmbeddingsCacheProducer,
+)
+from epp.payload.estimate import Estimate
+from epp.scheduling.filters import DEFAULT_INFLIGHT_PRODUCER
+from epp.scheduling.inflight import InflightLoadParams, InflightLoadProducer
+from epp.scheduling.kv_source import KvSource, KvSourceParams
+from epp.scheduling.records import INFLIGHT_LOAD, PREFIX_MATCH, SESSION_ID
 from epp.scheduling.scorers import DEFAULT_PREFIX_PRODUCER
-
-
-class EstimateParams(Parameters, frozen=True):
-    """How tokens are estimated: four bytes each, without anything to set."""
-
-    later: ClassVar[tuple[str, ...]] = ("image", "video")
+from epp.scheduling.sessions import SessionIdProducer, SessionIdProducerParams
 
 
 class TokenProducerParams(Parameters, frozen=True):
     """Parameters of `token-producer`: tokens are estimated."""
 
     later: ClassVar[tuple[str, ...]] = ("modelName", "vllm", "udsTokenizerConfig")
-    estimate: EstimateParams = EstimateParams()
+    estimate: Estimate = Estimate()
 
 
 def _approximate(context: BuildContext, params: ApproximateParams) -> ApproximatePrefixProducer:
@@ -34,26 +39,66 @@ def _approximate(context: BuildContext, params: ApproximateParams) -> Approximat
 
 
 def _tokens(context: BuildContext, params: TokenProducerParams) -> TokenEstimateSpec:
-    return TokenEstimateSpec()
+    return TokenEstimateSpec(params.estimate)
 
 
+def _inflight(context: BuildContext, params: InflightLoadParams) -> InflightLoadProducer:
+    return InflightLoadProducer(context.name, params, context.view)
+
+
+def _embeddings(context: BuildContext, params: EmbeddingsCacheParams) -> EmbeddingsCacheProducer:
+    return EmbeddingsCacheProducer(context.name, params, context.view)
+
+
+def _kv_source(context: BuildContext, params: KvSourceParams) -> KvSource:
+    return KvSource(params)
+
+
+def _session_id(context: BuildContext, params: SessionIdProducerParams) -> SessionIdProducer:
+    return SessionIdProducer(context.name, params)
+
+
+_A: Final = Stability.ALPHA
+_P: Final = Kind.PRODUCER
 _S: Final = Stability.STABLE
 
 BUILT_INS: Final[tuple[PluginSpec, ...]] = (
     PluginSpec(
-        DEFAULT_PREFIX_PRODUCER, Kind.PRODUCER, ApproximateParams, _approximate, _S, provides=(PREFIX_MATCH,)
+        DEFAULT_PREFIX_PRODUCER,
+        Kind.PRODUCER,
+        ApproximateParams,
+        _approximate,
+        _S,
+        provides=(PREFIX_MATCH,),
+        state_parameters=("auto_tune", "block_size_tokens", "lru_capacity_per_server"),
     ),
     PluginSpec("token-producer", Kind.PRODUCER, TokenProducerParams, _tokens, _S),
+    PluginSpec("tokenizer", Kind.PRODUCER, TokenProducerParams, _tokens, _S, replaced_by="token-producer"),
+    PluginSpec(
+        DEFAULT_INFLIGHT_PRODUCER,
+        _P,
+        InflightLoadParams,
+        _inflight,
+        _S,
+        needs=InflightLoadParams.needs,
+        provides=(INFLIGHT_LOAD,),
+        state_parameters=(),
+    ),
+    PluginSpec(
+        DEFAULT_EMBEDDINGS_PRODUCER,
+        _P,
+        EmbeddingsCacheParams,
+        _embeddings,
+        _S,
+        provides=(EMBEDDINGS_MATCH,),
+    ),
+    PluginSpec("p2p-source-producer", _P, KvSourceParams, _kv_source, _A, needs=KvSourceParams.needs),
+    PluginSpec("session-id-producer", _P, SessionIdProducerParams, _session_id, _S, provides=(SESSION_ID,)),
 )
 
 LATER: Final[tuple[KnownType, ...]] = (
-    KnownType("tokenizer", Kind.PRODUCER, "token-producer"),
     KnownType("precise-prefix-cache-producer", Kind.PRODUCER),
     KnownType("burst-prefix-cache-producer", Kind.PRODUCER),
-    KnownType("inflight-load-producer", Kind.PRODUCER),
     KnownType("predicted-latency-producer", Kind.PRODUCER),
-    KnownType("mm-embeddings-cache-producer", Kind.PRODUCER),
-    KnownType("p2p-source-producer", Kind.PRODUCER),
-    KnownType("session-id-producer", Kind.PRODUCER),
     KnownType("multicluster-approx-prefix-cache-producer", Kind.PRODUCER),
 )

@@ -4,17 +4,20 @@ Everything between the bytes that come in and the bytes that go out is the real 
 configuration file. Scraped facts are set as a scrape would set them.
 """
 
+import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
 from random import Random
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Never
 
+import msgspec
 import yaml
 
 from epp.config.load import build, default_config, load_config
-from epp.director import Director, Refusal
-from epp.errors import RequestError
+from epp.director import Director
 from epp.extproc import codec
 from epp.extproc.exchange import Exchange
 from epp.extproc.limits import BodyBudget, Limits
@@ -32,18 +35,21 @@ from epp.extproc.records import (
     RequestHeaders,
     ResponseChunk,
     ResponseHeaders,
+    ResponseTrailers,
     Route,
     Routed,
     Send,
 )
 from epp.payload.records import RawRequest
 from epp.pool.ledger import InflightLedger
-from epp.pool.metrics_page import EngineSample
+from epp.pool.metrics_page import EngineSample, LoraSample
 from epp.pool.records import Endpoint
 from epp.pool.store import FIRST_CAPACITY, PoolStore
+from epp.runtime.decoder import Decoder
 from epp.runtime.metrics import Metrics
 from epp.runtime.recorder import RuntimeRecorder
-from epp.scheduling.records import AnswerHeaders
+from epp.runtime.router import Router
+from epp.scheduling.records import AnswerHeaders, Completed
 from tests.data.extproc import script
 
 FULL_DUPLEX = Modes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
@@ -53,11 +59,27 @@ SSE = "text/event-stream"
 
 
 class P(NamedTuple):
-    """What one endpoint's metrics page says, and where the endpoint is."""
+    """What one endpoint's metrics page says, and where the endpoint is.
+
+    Attributes:
+        adapters: those that run there, with no room for others. None: the engine has none.
+    """
 
     waiting: float = 0
     kv_usage: float = 0.0
     host_port: str = ""
+    labels: Mapping[str, str] = MappingProxyType({})
+    adapters: Sequence[str] | None = None
+
+
+class InPlace(Router):
+    """Reads a body of any size itself, and hides no fault behind a 500."""
+
+    def _route(self, raw: RawRequest, received_at: float, deliver: Any) -> Routed | Refused | None:
+        return self._routed(raw, partial(self._director.prepare, raw, received_at))
+
+    def _broken(self, raw: RawRequest) -> Never:
+        raise  # the fault at hand
 
 
 class Line:
@@ -69,6 +91,7 @@ class Line:
         config: str | None = None,
         sample: EngineSample | None = None,
         use_subset: bool = True,
+        tell_scores: bool = False,
     ) -> None:
         """`sample`: what all pages say besides (block size, cache size)."""
         self.now = 100.0
@@ -80,17 +103,29 @@ class Line:
         for member in self.assembly.members:
             self.store.add_member(member)
         self.metrics = Metrics("pool", ("", ""))
+        self.recorder = RuntimeRecorder(self.metrics, self.store.view)
         self.director = Director(
             self.store,
             self.ledger,
             self.assembly.plugins,
-            RuntimeRecorder(self.metrics, self.store.view),
+            self.recorder,
             Random(7),
             max_body_bytes=Limits().body_bytes,
             use_subset=use_subset,
         )
+        self.metrics.pin(self.assembly.plugins.rewrites.names)
+        self.router = InPlace(
+            self.director,
+            self.recorder,
+            Decoder(Limits().body_bytes),
+            lambda: self.now,
+            lambda now: None,
+            scored=self.store.view if tell_scores else None,
+        )
         self._made_ids = count(1)
-        self.store.sync([endpoint(pod.host_port or address(i)) for i, pod in enumerate(pods)], self.now)
+        self.store.sync(
+            [endpoint(pod.host_port or address(i), pod.labels) for i, pod in enumerate(pods)], self.now
+        )
         self.ledger.resize(self.store.view.capacity)
         self.scrape(*pods, sample=sample)
 
@@ -98,12 +133,9 @@ class Line:
         """The endpoints' pages were read, in order of the pods."""
         more = sample or EngineSample()
         for (slot, _), pod in zip(self.store.roster, pods, strict=True):
-            told = EngineSample(
-                waiting=pod.waiting,
-                running=0.0,
-                kv_usage=pod.kv_usage,
-                block_size=more.block_size,
-                cache_tokens=more.cache_tokens,
+            lora = None if pod.adapters is None else LoraSample(frozenset(pod.adapters))
+            told = msgspec.structs.replace(
+                more, waiting=pod.waiting, running=0.0, kv_usage=pod.kv_usage, lora=lora
             )
             self.store.sampled(slot, told, self.now)
         for plugin in self.assembly.refreshed:
@@ -111,7 +143,8 @@ class Line:
 
     def stream(self) -> "Stream":
         """One HTTP request as the proxy tells of it."""
-        exchange = Exchange(self.budget, Limits(), lambda: f"made-{next(self._made_ids)}")
+        reports = bool(self.director.plugins.reporters)
+        exchange = Exchange(self.budget, Limits(), lambda: f"made-{next(self._made_ids)}", reports=reports)
         return Stream(self, exchange)
 
     def ask(self, *body: bytes, **request: Any) -> "Stream":
@@ -173,12 +206,15 @@ class Stream:
         content_type: str = JSON,
         served: str | None = None,
         headers: dict[str, str] | None = None,
+        trailers: bool = False,
     ) -> None:
-        """The engine's answer, in these pieces."""
+        """The engine's answer, in these pieces. `trailers`: they end it, and no piece does."""
         fields = {":status": str(status), "content-type": content_type, **(headers or {})}
-        self.say(ResponseHeaders(self.line.now, _encoded(fields), not body, served))
+        self.say(ResponseHeaders(self.line.now, _encoded(fields), not body and not trailers, served))
         for number, piece in enumerate(body, 1):
-            self.say(ResponseChunk(self.line.now, piece, number == len(body)))
+            self.say(ResponseChunk(self.line.now, piece, number == len(body) and not trailers))
+        if trailers:
+            self.say(ResponseTrailers(self.line.now))
 
     def close(self, *, error: bool = False) -> None:
         self._perform(Closed(self.line.now, error))
@@ -247,8 +283,11 @@ class Stream:
                         self.replies.append(script.show_wire(self.wire[-1]))
                     case Route(raw):
                         inbox.append(self._route(raw))
+                    case Observe(ticket, Completed() as fact):
+                        metadata = self.line.router.report(ticket, fact)
+                        inbox.append(Edited(self.line.now, metadata=metadata))
                     case Observe(ticket, fact):
-                        edits = self.line.director.observe(ticket, fact, self.line.now)
+                        edits = self.line.router.observe(ticket, fact)
                         if isinstance(fact, AnswerHeaders):
                             inbox.append(Edited(self.line.now, edits))
                     case Finish():
@@ -257,53 +296,56 @@ class Stream:
 
     def _route(self, raw: RawRequest) -> Routed | Refused:
         self.raw = raw
-        director, now = self.line.director, self.line.now
-        try:
-            prepared = director.prepare(raw, now)
-            placed = director.submit(prepared, now)
-        except RequestError as error:
-            return Refused(now, error)
-        if isinstance(placed, Refusal):
-            return Refused(now, placed.error)
-        request = prepared.request
-        return Routed(
-            now,
-            placed,
-            request.api,
-            request.model,
-            request.target_model,
-            prepared.body,
-            prepared.remove_headers,
-        )
+        outcome = self.line.router.route(raw, _too_late)
+        assert outcome is not None
+        return outcome
+
+
+def _too_late(outcome: Routed | Refused) -> None:
+    raise AssertionError("routed late")
 
 
 def address(index: int) -> str:
     return f"192.168.1.{index + 1}:8000"
 
 
-def endpoint(host_port: str) -> Endpoint:
+def endpoint(host_port: str, labels: Mapping[str, str] = MappingProxyType({})) -> Endpoint:
     host, _, port = host_port.rpartition(":")
-    return Endpoint(host_port, f"pod-{host_port}", "default", host.strip("[]"), int(port))
+    return Endpoint(host_port, f"pod-{host_port}", "default", host.strip("[]"), int(port), labels)
 
 
 def _encoded(fields: dict[str, str]) -> Headers:
     return tuple((name, value.encode()) for name, value in fields.items())
 
 
+def prompt(model: str | None = "my-model", **fields: Any) -> bytes:
+    """The body of a request for completions."""
+    named = {} if model is None else {"model": model}
+    return json.dumps({**named, "prompt": "test1", "max_tokens": 100, "temperature": 0, **fields}).encode()
+
+
+def model_labels(model: str, target: str, *, flow: str = "default-flow", priority: int = 0) -> dict[str, str]:
+    """Labels of the metrics of one kind of request."""
+    return {
+        "model_name": model,
+        "target_model_name": target,
+        "fairness_id": flow,
+        "priority": str(priority),
+    }
+
+
+def config(*plugins: dict[str, Any], uses: Sequence[str] = (), **sections: Any) -> str:
+    """A configuration with these plugins and sections, and one profile that uses the named ones."""
+    profiles = [{"name": "default", "plugins": [{"pluginRef": name} for name in uses]}] if uses else []
+    kind = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
+    return yaml.safe_dump({**kind, "plugins": list(plugins), "schedulingProfiles": profiles, **sections})
+
+
 def profile(*scorers: str, picks: int = 1) -> str:
     """A configuration whose one profile has these scorers with weight 1, and names `picks` endpoints."""
-    config = {
-        "apiVersion": "llm-d.ai/v1alpha1",
-        "kind": "EndpointPickerConfig",
-        "plugins": [
-            *({"type": scorer} for scorer in scorers),
-            {"type": "max-score-picker", "parameters": {"maxNumOfEndpoints": picks}},
-        ],
-        "schedulingProfiles": [
-            {"name": "default", "plugins": [{"pluginRef": name} for name in (*scorers, "max-score-picker")]}
-        ],
-    }
-    return yaml.safe_dump(config)
+    picker = {"type": "max-score-picker", "parameters": {"maxNumOfEndpoints": picks}}
+    plugins = [*({"type": scorer} for scorer in scorers), picker]
+    return config(*plugins, uses=(*scorers, "max-score-picker"))
 
 
 WEIGHTS_ONE = profile("queue-scorer", "kv-cache-utilization-scorer", "prefix-cache-scorer")

@@ -15,14 +15,13 @@ import grpc
 import grpc.aio
 
 from epp import names
-from epp.director import Edits
 from epp.extproc.exchange import Exchange
 from epp.extproc.limits import BodyBudget
 from epp.extproc.records import Observe, Refused, Routed
 from epp.payload.records import RawRequest
 from epp.runtime.stream import Deliver, Stream
 from epp.runtime.transport import MakeStream, StreamCounts, Transport
-from epp.scheduling.records import AnswerFact, AnswerHeaders, Ended, TicketId
+from epp.scheduling.records import AnswerFact, AnswerHeaders, Completed, Edits, Ended, Metadata, TicketId
 
 DEADLINE_S = 20.0
 GARBAGE = b"\xff\xff"
@@ -112,9 +111,10 @@ class ScriptRouter:
         self.ready: Routed | Refused | None = None
         self.told: Routed | Refused | None = None
         self.edits: Edits = ()
+        self.metadata: Metadata = ()
         self.deliver: Deliver | None = None
         self.asked: list[RawRequest] = []
-        self.facts: list[AnswerFact] = []
+        self.facts: list[AnswerFact | Completed] = []
         self.tickets: list[TicketId] = []
         self.placed = 0
 
@@ -142,15 +142,22 @@ class ScriptRouter:
         self.facts.append(fact)
         return self.edits if isinstance(fact, AnswerHeaders) else ()
 
+    def report(self, ticket: TicketId, completed: Completed) -> Metadata:
+        self.tickets.append(ticket)
+        self.facts.append(completed)
+        return self.metadata
+
     @property
     def ended(self) -> int:
         return sum(isinstance(fact, Ended) for fact in self.facts)
 
 
 def playable(played: Any) -> bool:
-    """Whether a transport can show it: a router never lets an answer's headers wait for their edits."""
-    kinds = [step.kind for step in played.steps]
-    return ("cancel", "edit") not in zip(kinds, kinds[1:], strict=False)
+    """Whether a transport can show it: a router lets neither an answer's headers nor its end wait."""
+    steps = list(zip(played.steps, played.steps[1:], strict=False))
+    left_waiting = [one for one, after in steps if after.kind == "cancel" and one.kind == "in"]
+    asked = [effect.get("observe") for one in left_waiting for effect in one.out]
+    return "completed" not in asked and ("cancel", "edit") not in [(a.kind, b.kind) for a, b in steps]
 
 
 def half_closable(played: Any) -> bool:
@@ -186,7 +193,8 @@ class Player:
         self.transport = make(self._stream, self.counts.hooks())
 
     def _stream(self, wake: Callable[[], None]) -> Stream:
-        exchange = Exchange(self.budget, self.played.limits, lambda: f"made-{next(self._made)}")
+        made_id = lambda: f"made-{next(self._made)}"  # noqa: E731
+        exchange = Exchange(self.budget, self.played.limits, made_id, reports=self.played.reports)
         stream = _Watched(exchange, self.router, lambda: self.now, wake)
         self.streams.append(stream)
         return stream
@@ -223,11 +231,11 @@ class Player:
         later = self.played.steps[index + 1 :]
         decides = self.at_once and bool(later) and later[0].kind == "decide"
         self.router.ready = later[0].event if decides else None
-        self.router.edits = ()
-        for step in later:
-            if step.kind == "edit":
-                self.router.edits = step.event.set_headers
-                break
+        self.router.edits = self.router.metadata = ()
+        edits = [step.event for step in later if step.kind == "edit"]
+        if edits:
+            self.router.edits = edits[0].set_headers
+            self.router.metadata = next((edit.metadata for edit in edits if edit.metadata), ())
 
     async def _dealt_with(self, sent: int) -> None:
         stream = self.streams[0]

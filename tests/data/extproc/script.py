@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from google.protobuf.struct_pb2 import Struct
 
 from epp import errors, names
 from epp.extproc.limits import Limits
@@ -24,6 +25,7 @@ from epp.extproc.records import (
     Observe,
     Refused,
     Reply,
+    Reported,
     RequestChunk,
     RequestHeaders,
     RequestTrailers,
@@ -37,13 +39,15 @@ from epp.extproc.records import (
     TrailersReply,
 )
 from epp.payload.records import Api
-from epp.pool.records import Endpoint
+from epp.pool.records import Endpoint, LoadReport
 from epp.scheduling.records import (
     AnswerHeaders,
+    Completed,
     Decision,
     Ended,
     FirstToken,
     Leg,
+    Metadata,
     Placement,
     Progress,
     Role,
@@ -78,6 +82,7 @@ class Step:
 class Script:
     name: str
     limits: Limits
+    reports: bool
     steps: tuple[Step, ...]
 
 
@@ -92,14 +97,15 @@ def load() -> list[Script]:
                 (kind,) = step.keys() - {"at", "out"}
                 steps.append(Step(kind, build(kind, step[kind] or {}, at), step.get("out", [])))
             name = f"{path.stem}: {raw['name']}"
-            found.append(Script(name, Limits(**raw.get("limits", {})), tuple(steps)))
+            limits = Limits(**raw.get("limits", {}))
+            found.append(Script(name, limits, raw.get("reports", False), tuple(steps)))
     return found
 
 
 def build(kind: str, value: dict[str, Any], at: float) -> Event:
     match kind:
         case "edit":
-            return Edited(at, tuple((k, v.encode()) for k, v in value.get("set", {}).items()))
+            return Edited(at, _set(value.get("set", {})), _metadata(value.get("metadata", {})))
         case "cancel":
             return Closed(at, value.get("error", False))
         case "decide":
@@ -127,13 +133,21 @@ def build(kind: str, value: dict[str, Any], at: float) -> Event:
     raise ValueError(message)
 
 
-def placement(*host_ports: str) -> Placement:
+def _set(headers: dict[str, str]) -> tuple[tuple[str, bytes], ...]:
+    return tuple((name, value.encode()) for name, value in headers.items())
+
+
+def _metadata(spaces: dict[str, dict[str, float]]) -> Metadata:
+    return tuple((space, key, figure) for space, told in spaces.items() for key, figure in told.items())
+
+
+def placement(*host_ports: str, set_headers: tuple[tuple[str, bytes], ...] = ()) -> Placement:
     endpoints = []
     for host_port in host_ports:
         address, _, port = host_port.rpartition(":")
         endpoints.append(Endpoint(host_port, host_port, "default", address.strip("[]"), int(port)))
     decision = Decision("default", (0,), None, (), (), None)  # type: ignore[arg-type]
-    return Placement(TICKET, (Leg(Role.DECODE, tuple(endpoints), decision),))
+    return Placement(TICKET, (Leg(Role.DECODE, tuple(endpoints), decision),), set_headers)
 
 
 def _decision(value: dict[str, Any], at: float) -> Event:
@@ -142,14 +156,18 @@ def _decision(value: dict[str, Any], at: float) -> Event:
         return Refused(at, getattr(errors, refused["error"])(refused.get("message", "no")))
     routed = value["routed"] or {}
     body = routed.get("body")
+    scores = routed.get("scores")
+    endpoints = routed.get("endpoints", ("10.0.0.1:8000",))
     return Routed(
         at,
-        placement(*routed.get("endpoints", ("10.0.0.1:8000",))),
+        placement(*endpoints, set_headers=_set(routed.get("set", {}))),
         Api(routed.get("api", "chat")),
         routed.get("model", "m"),
         routed.get("target_model", routed.get("model", "m")),
         None if body is None else body_of(body),
         tuple(routed.get("remove_headers", ())),
+        routed.get("stream", False),
+        None if scores is None else tuple(scores.items()),
     )
 
 
@@ -242,6 +260,15 @@ def _show_fact(fact: Any) -> dict[str, Any]:
                 "status": fact.status,
                 "served": fact.served,
                 "streaming": fact.streaming,
+                **({} if fact.load is None else {"load": _show_load(fact.load)}),
+            }
+        case Completed():
+            usage = fact.usage
+            return {
+                "observe": "completed",
+                "chunks": fact.chunks,
+                "bytes": fact.bytes,
+                "usage": usage and [usage.prompt_tokens, usage.output_tokens],
             }
         case FirstToken():
             return {"observe": "first-token"}
@@ -259,6 +286,11 @@ def _show_fact(fact: Any) -> dict[str, Any]:
     raise TypeError(fact)
 
 
+def _show_load(load: LoadReport) -> dict[str, Any]:
+    known = {"waiting": load.waiting, "running": load.running, "kv_usage": load.kv_usage}
+    return {key: value for key, value in known.items() if value is not None} | dict(load.attributes)
+
+
 def show_reply(reply: Reply) -> dict[str, Any]:
     match reply:
         case HeadersReply():
@@ -271,7 +303,12 @@ def show_reply(reply: Reply) -> dict[str, Any]:
             return {"trailers": reply.direction.value}
         case ImmediateReply():
             headers = {name: value.decode() for name, value in reply.headers}
-            return _show_immediate(reply.status, headers, reply.body)
+            return _show_immediate(reply.status, headers, reply.body, reply.grpc_status)
+        case Reported():
+            metadata: dict[str, dict[str, float]] = {}
+            for space, key, figure in reply.metadata:
+                metadata.setdefault(space, {})[key] = figure
+            return {**show_reply(reply.reply), "metadata": metadata}
     raise TypeError(reply)
 
 
@@ -280,11 +317,18 @@ def _show_edits(reply: HeadersReply | BodyReply) -> dict[str, Any]:
         "destination": reply.destination,
         "set": {name: value.decode() for name, value in reply.set_headers},
         "remove": list(reply.remove_headers),
+        **({} if reply.scores is None else {"scores": dict(reply.scores)}),
     }
 
 
-def _show_immediate(status: int, headers: dict[str, str], body: bytes) -> dict[str, Any]:
-    return {"immediate": status, "headers": headers, "message": json.loads(body)["error"]["message"]}
+def _show_immediate(
+    status: int, headers: dict[str, str], body: bytes, grpc_status: int | None
+) -> dict[str, Any]:
+    shown = {"immediate": status, "headers": headers, "grpc": grpc_status}
+    if grpc_status is not None:
+        return {**shown, "message": body.decode()}
+    told = json.loads(body)
+    return {**shown, "message": told["error"]["message"], "shape": sorted(told)}
 
 
 # -- the wire -----------------------------------------------------------------------------------------
@@ -334,9 +378,21 @@ def show_wire(message: bytes) -> dict[str, Any]:
     assert kind is not None
     if kind == "immediate_response":
         answer = wire.immediate_response
-        return _show_immediate(answer.status.code, _wire_set(answer.headers), answer.body)
+        grpc_status = answer.grpc_status.status if answer.HasField("grpc_status") else None
+        return _show_immediate(answer.status.code, _wire_set(answer.headers), answer.body, grpc_status)
     direction, part = kind.split("_")
     assert direction in {Direction.REQUEST.value, Direction.RESPONSE.value}
+    shown = _show_wire_part(wire, kind, direction, part)
+    if direction == Direction.RESPONSE.value and wire.HasField("dynamic_metadata"):
+        spaces = wire.dynamic_metadata.fields.items()
+        shown["metadata"] = {
+            space: {key: figure.number_value for key, figure in told.struct_value.fields.items()}
+            for space, told in spaces
+        }
+    return shown
+
+
+def _show_wire_part(wire: Any, kind: str, direction: str, part: str) -> dict[str, Any]:
     if part == "trailers":
         return {"trailers": direction}
     common = getattr(wire, kind).response
@@ -346,14 +402,21 @@ def show_wire(message: bytes) -> dict[str, Any]:
     setting = _wire_set(common.header_mutation)
     destination = setting.pop(names.DESTINATION_ENDPOINT, None)
     assert common.clear_route_cache == (destination is not None)
-    lb = wire.dynamic_metadata.fields[names.LB_NAMESPACE].struct_value
-    assert (lb.fields[names.DESTINATION_ENDPOINT].string_value or None) == destination
+    lb = Struct()
+    if wire.HasField("dynamic_metadata") and direction == Direction.REQUEST.value:
+        lb = wire.dynamic_metadata.fields[names.LB_NAMESPACE].struct_value
+    told = lb.fields[names.DESTINATION_ENDPOINT].string_value if lb.fields else ""
+    assert (told or None) == destination
     shown: dict[str, Any] = {part: direction}
     if part == "body":
         replaced = common.body_mutation.HasField("body")
         shown["replace"] = common.body_mutation.body if replaced else None
     removed = list(common.header_mutation.remove_headers)
-    return {**shown, "destination": destination, "set": setting, "remove": removed}
+    shown |= {"destination": destination, "set": setting, "remove": removed}
+    if names.DESTINATION_ENDPOINT_SCORES in lb.fields:
+        scores = lb.fields[names.DESTINATION_ENDPOINT_SCORES].struct_value.fields
+        shown["scores"] = {host_port: score.number_value for host_port, score in scores.items()}
+    return shown
 
 
 def _wire_set(mutation: pb.HeaderMutation) -> dict[str, str]:

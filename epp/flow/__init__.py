@@ -1,0 +1,1 @@
+"""When a request may go: saturation of the pool, priorities, admission."""
