@@ -77,7 +77,6 @@ class LoadedConfig:
         handler, discovery: names of plugins; discovery None = not by plugin.
         producers: names of the data producers, each after those whose facts it needs.
         detector: name of the saturation detector.
-        admitters, screeners, request_hooks: names of the plugins of these kinds.
         parsers: names of the parsers to try, in order; None = the default ones.
         objectives: priorities by name.
         model_rewrites: the one that comes first takes precedence.
@@ -93,9 +92,6 @@ class LoadedConfig:
     inject_defaults: bool
     discovery: str | None
     detector: str
-    admitters: tuple[str, ...]
-    screeners: tuple[str, ...]
-    request_hooks: tuple[str, ...]
     parsers: tuple[str, ...] | None
     objectives: Mapping[str, int]
     model_rewrites: tuple[ModelRewrite, ...]

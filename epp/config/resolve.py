@@ -102,17 +102,10 @@ def complete(reading: Reading, document: Document, config: EndpointPickerConfig)
         discovery=discovery,
         warnings=tuple(reading.warnings),
         detector=detector,
-        admitters=_names(reading, Kind.ADMITTER),
-        screeners=_names(reading, Kind.SCREENER),
-        request_hooks=_names(reading, Kind.REQUEST_HOOK),
         parsers=parsers,
         objectives=priorities,
         model_rewrites=rewrites,
     )
-
-
-def _names(reading: Reading, kind: Kind) -> tuple[str, ...]:
-    return tuple(entry.name for entry in reading.of_kind(kind))
 
 
 # -- plugin blocks ----------------------------------------------------------------------------------

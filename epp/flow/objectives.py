@@ -9,11 +9,6 @@ class Objectives:
     def __init__(self, priorities: Mapping[str, int]) -> None:
         self._priorities = dict(priorities)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """In the order they were given."""
-        return tuple(self._priorities)
-
     def priority(self, name: str | None) -> int:
         """Of the objective that a request names; 0 where it names none, or one that is not known."""
         return self._priorities.get(name, 0) if name else 0

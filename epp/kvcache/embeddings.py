@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from epp.kvcache.runs import SlotMask, lengths
 from epp.pool.records import Floats, Ints, Mask, PoolView
+from epp.scheduling.membership import SHOWN_ENDPOINTS
 from epp.scheduling.ports import Ctx
 from epp.scheduling.records import (
     AnswerFact,
@@ -29,7 +30,6 @@ MIB_PER_ITEM: Final = 2
 # A look-up costs some microseconds a medium, and a body has room for very many of them.
 MOST_MEDIA: Final = 256
 RATIO_BOUNDS: Final = tuple(step / 10 for step in range(11))
-SHOWN_ENDPOINTS: Final = 100
 _SENT: Final = "embeddings-sent"
 
 

@@ -4,6 +4,7 @@ from enum import Enum
 from typing import Protocol
 
 from epp.payload import sse
+from epp.payload.kept import Account, Kept
 from epp.payload.records import Api, Usage
 from epp.payload.renaming import RenamedJson, Renaming
 from epp.payload.shapes import SHAPES, TAIL_BYTES, UNREAD
@@ -15,14 +16,6 @@ class _Reading(Enum):
     NOTHING = 0
     EVENTS = 1
     DOCUMENT = 2
-
-
-class Account(Protocol):
-    """Where bytes that are kept are counted."""
-
-    def charge(self, n: int) -> None: ...
-
-    def give(self, n: int) -> None: ...
 
 
 class Answer(Protocol):
@@ -74,8 +67,6 @@ class AnswerReader:
     """
 
     __slots__ = (
-        "_account",
-        "_charged",
         "_counts",
         "_document",
         "_is_cut",
@@ -94,8 +85,6 @@ class AnswerReader:
 
     def __init__(self, api: Api, model: str, target_model: str, account: Account | None = None) -> None:
         """`target_model` is the name in the engine's answer, `model` the client's to put in its place."""
-        self._account = account
-        self._charged = 0
         shape = SHAPES.get(api, UNREAD)
         self._shape = shape
         self._counts = shape.counts() if shape.counts is not None else None
@@ -103,7 +92,7 @@ class AnswerReader:
         self._reading = _Reading.NOTHING
         self._renaming: Renaming | None = None
         self._document: RenamedJson | None = None
-        self._partial = bytearray()
+        self._partial = Kept(account)
         self._usage: Usage | None = None
         self._is_error = False
         self._is_cut = False
@@ -187,18 +176,7 @@ class AnswerReader:
                 return b""
 
     def release(self) -> None:
-        self._partial.clear()
-        self._settle()
-
-    def _settle(self) -> None:
-        """Bring the account to what is kept."""
-        kept = len(self._partial)
-        if self._account is not None:
-            if kept > self._charged:
-                self._account.charge(kept - self._charged)
-            else:
-                self._account.give(self._charged - kept)
-        self._charged = kept
+        self._partial.release()
 
     # -- a stream of events ------------------------------------------------------------------------
 
@@ -216,7 +194,7 @@ class AnswerReader:
             passed = self._read_events(text)
             if len(partial) > self._shape.kept_bytes:
                 passed += self._give_up_on_event()
-            self._settle()
+            self._partial.settle()
         self._quiet = self.first_token and self._renaming is None and not partial and not last
         return passed if renamed else chunk
 
@@ -256,5 +234,5 @@ class AnswerReader:
                 self._usage = self._counts.in_part(bytes(self._partial)) or self._usage
                 del self._partial[:-TAIL_BYTES]
                 self._is_cut = True
-            self._settle()
+            self._partial.settle()
         return chunk if self._document is None else self._document.feed(chunk)

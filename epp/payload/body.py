@@ -240,7 +240,8 @@ def _mistyped(error: msgspec.ValidationError, unparsable: str, no_messages: str)
 
 
 def _lowered(sentence: str) -> str:
-    return sentence[:1].lower() + sentence[1:]
+    """As it reads behind a colon; names in capitals stay."""
+    return sentence if sentence[1:2].isupper() else sentence[:1].lower() + sentence[1:]
 
 
 # -- what engines written in Python accept beyond JSON ------------------------------------------------

@@ -2,8 +2,8 @@
 
 from google.protobuf.message import DecodeError
 
-from epp.payload.answer import Account
 from epp.payload.grpc import FRAME_HEADER_BYTES
+from epp.payload.kept import Account, Kept
 from epp.payload.records import Api, Usage
 from epp.payload.shapes import EXACT_BYTES
 from epp.wire.vllm_engine_pb2 import EmbedResponse, GenerateComplete, GenerateResponse, GenerateStreamChunk
@@ -23,8 +23,6 @@ class GrpcAnswerReader:
     """
 
     __slots__ = (
-        "_account",
-        "_charged",
         "_counts",
         "_embeds",
         "_is_error",
@@ -38,9 +36,7 @@ class GrpcAnswerReader:
 
     def __init__(self, api: Api, streaming: bool, account: Account | None = None) -> None:
         self._embeds = api is Api.VLLM_GRPC_EMBED
-        self._account = account
-        self._charged = 0
-        self._partial = bytearray()
+        self._partial = Kept(account)
         self._skip = 0
         self._counts: GenerateStreamChunk | GenerateComplete | EmbedResponse | None = None
         self._is_error = False
@@ -90,8 +86,7 @@ class GrpcAnswerReader:
 
     def release(self) -> None:
         """Let go of what is kept: the answer is over, however it ended."""
-        self._partial.clear()
-        self._settle()
+        self._partial.release()
 
     def _follow(self, chunk: bytes) -> None:
         """A piece that is not one whole message."""
@@ -113,7 +108,7 @@ class GrpcAnswerReader:
             self._read(partial[at], bytes(partial[begin : begin + size]))
             at = begin + size
         del partial[:at]
-        self._settle()
+        self._partial.settle()
 
     def _read(self, compressed: int, message: bytes) -> None:
         self.events += 1
@@ -147,13 +142,3 @@ class GrpcAnswerReader:
         """Keep counts that say something: in the midst of a stream they may be left out."""
         if counts.prompt_tokens or counts.completion_tokens:
             self._counts = counts
-
-    def _settle(self) -> None:
-        """Bring the account to what is kept."""
-        kept = len(self._partial)
-        if self._account is not None:
-            if kept > self._charged:
-                self._account.charge(kept - self._charged)
-            else:
-                self._account.give(self._charged - kept)
-        self._charged = kept

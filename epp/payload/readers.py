@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from epp.payload.answer import Account, Answer, AnswerReader
+from epp.payload.answer import Answer, AnswerReader
 from epp.payload.grpc_answer import GrpcAnswerReader
+from epp.payload.kept import Account
 from epp.payload.records import Api
 from epp.payload.shapes import SHAPES
 

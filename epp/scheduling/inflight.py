@@ -11,6 +11,7 @@ from msgspec import Meta
 from epp.payload.records import InferenceRequest
 from epp.pool.records import Floats, Ints, Mask, PoolView
 from epp.scheduling.filters import DEFAULT_INFLIGHT_PRODUCER
+from epp.scheduling.membership import SHOWN_ENDPOINTS
 from epp.scheduling.ports import Ctx
 from epp.scheduling.records import (
     INFLIGHT_LOAD,
@@ -28,7 +29,6 @@ from epp.scheduling.records import (
 from epp.scheduling.scorers import DEFAULT_PREFIX_PRODUCER
 
 DEFAULT_QUEUE_THRESHOLD_TOKENS: Final = 4_194_304
-SHOWN_ENDPOINTS: Final = 100
 
 
 class InflightLoadParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):

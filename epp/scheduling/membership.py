@@ -1,7 +1,7 @@
 """What plugins derive from who is in the pool: columns and masks made once for each membership."""
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 
@@ -9,6 +9,9 @@ from epp.pool.records import Endpoint, Mask, PoolView
 
 Owners = tuple[Endpoint | None, ...]
 """`PoolView.endpoints`: the owner of each slot."""
+
+SHOWN_ENDPOINTS: Final = 100
+"""Most endpoints that a plugin's `state()` lists."""
 
 T = TypeVar("T")
 

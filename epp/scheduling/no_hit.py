@@ -7,13 +7,13 @@ import numpy as np
 from msgspec import Meta
 
 from epp.pool.records import Floats, Ints, Mask, PoolView
+from epp.scheduling.membership import SHOWN_ENDPOINTS
 from epp.scheduling.pickers import tie_keys
 from epp.scheduling.ports import Ctx
 from epp.scheduling.records import PREFIX_MATCH, FactKey, Role, Ticket
 from epp.scheduling.scorers import DEFAULT_PREFIX_PRODUCER
 
 DEFAULT_LRU_SIZE: Final = 1024
-SHOWN_ENDPOINTS: Final = 100
 _COLD: Final = "no-hit-lru-cold"
 
 

@@ -19,7 +19,7 @@ from msgspec import Meta
 from epp.payload.records import find_header
 from epp.pool.records import Floats, Mask, PoolView
 from epp.scheduling.header_names import header_name, settable_header_name
-from epp.scheduling.membership import ByMembership, Owners
+from epp.scheduling.membership import SHOWN_ENDPOINTS, ByMembership, Owners
 from epp.scheduling.ports import Ctx
 from epp.scheduling.records import (
     SESSION_ID,
@@ -37,7 +37,6 @@ SESSION_ID_ATTRIBUTE: Final = "SessionIDDataKey"
 DEFAULT_TTL_S: Final = 300.0
 DEFAULT_SWEEP_S: Final = 10.0
 MAX_SESSIONS: Final = 1 << 18
-SHOWN_ENDPOINTS: Final = 100
 _BOUND: Final = "session-bound"
 
 

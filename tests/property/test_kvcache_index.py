@@ -79,14 +79,17 @@ def check_structure(index: LruRunIndex) -> list[set[int]]:
 
 def check_order(index: LruRunIndex, chains: list[Chain]) -> None:
     """Invariant 5: along any chain, what comes first was used last."""
-    ages = [{run: place for place, run in enumerate(own)} for own in index.held]
+    paths = set()
     for chain in chains:
         path, position = [], 0
         while position < len(chain) and (run := index._run_of_head.get(chain[position])) is not None:
             path.append(run)
             position += index._shared(run, chain, position)
-        for age in ages:
-            places = [age[run] for run in path if run in age]
+        paths.add(tuple(path))
+    for own in filter(None, index.held):
+        age = {run: place for place, run in enumerate(own)}
+        for order in paths:
+            places = [age[run] for run in order if run in age]
             assert all(later < earlier for earlier, later in pairwise(places))
 
 
@@ -144,7 +147,7 @@ def use(
         if not removing and capacity == UNLIMITED:
             assert held == model
         if not removing:
-            for own in held:
+            for own in filter(None, held):
                 assert all(not set(q[brute_length(own, q) :]) & own for q in chains), "no gaps"
         for q in draw.sample(chains, 3):
             check_answers(index, held, q)

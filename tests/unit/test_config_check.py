@@ -51,7 +51,7 @@ def meaning(loaded: LoadedConfig) -> Any:
         [(source.name, source.extractors) for source in loaded.sources],
         dict(loaded.gates),
         loaded.inject_defaults,
-        (loaded.detector, loaded.admitters, loaded.screeners, loaded.request_hooks, loaded.parsers),
+        (loaded.detector, loaded.parsers),
         (dict(loaded.objectives), loaded.model_rewrites),
     )
 

@@ -20,8 +20,8 @@ from epp.extproc.records import (
     ResponseTrailers,
     Routed,
 )
-from epp.payload import answer
 from epp.payload.answer import AnswerReader
+from epp.payload.kept import Kept
 from epp.payload.records import Api
 from epp.payload.shapes import EXACT_BYTES
 from tests.data.extproc.script import placement
@@ -195,28 +195,28 @@ def forgets_to_give(reader: AnswerReader) -> None:
     reader._partial.clear()
 
 
-def charges_all_again(reader: AnswerReader) -> None:
+def charges_all_again(kept: Kept) -> None:
     """The whole is charged with every piece."""
-    assert reader._account is not None
-    reader._account.charge(len(reader._partial))
+    assert kept.account is not None
+    kept.account.charge(len(kept))
 
 
-def never_charges(reader: AnswerReader) -> None: ...
+def never_charges(kept: Kept) -> None: ...
 
 
 @pytest.mark.parametrize(
-    ("method", "fault"),
+    ("where", "method", "fault"),
     [
-        ("release", keeps_all),
-        ("release", forgets_to_give),
-        ("_settle", charges_all_again),
-        ("_settle", never_charges),
+        (AnswerReader, "release", keeps_all),
+        (AnswerReader, "release", forgets_to_give),
+        (Kept, "settle", charges_all_again),
+        (Kept, "settle", never_charges),
     ],
 )
 def test_a_planted_fault_is_noticed(
-    method: str, fault: Callable[[AnswerReader], None], monkeypatch: pytest.MonkeyPatch
+    where: type, method: str, fault: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer.AnswerReader, method, fault)
+    monkeypatch.setattr(where, method, fault)
     assert story(ENDINGS["client gone"]) != STORY
     assert story(ENDINGS["last chunk"]) != STORY
 

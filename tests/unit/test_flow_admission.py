@@ -168,4 +168,3 @@ def test_the_answer_of_the_probabilistic_admitter() -> None:
 def test_priority(name: str | None, priority: int) -> None:
     objectives = Objectives({"sql-lora": 2, "sheddable": -5, "plain": 0})
     assert objectives.priority(name) == priority
-    assert objectives.names == ("sql-lora", "sheddable", "plain")

@@ -15,7 +15,7 @@ from epp.http2.states import State
 from epp.http2.streams import Stream
 from epp.runtime.own import Process
 
-STREAMS = 20_000
+STREAMS = 12_000
 FEW = 1_200
 
 

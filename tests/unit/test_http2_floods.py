@@ -251,7 +251,7 @@ def check_normal_ends(count: int, per_s: int) -> None:
 
 
 def test_normal_ends() -> None:
-    check_normal_ends(100_000, 5000)
+    check_normal_ends(40_000, 5000)
 
 
 def rapid_reset(seconds: int, per_s: int) -> Wire:

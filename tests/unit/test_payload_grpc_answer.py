@@ -7,6 +7,7 @@ import pytest
 
 from epp.extproc.limits import BodyBudget
 from epp.payload.grpc_answer import GrpcAnswerReader
+from epp.payload.kept import Kept
 from epp.payload.records import Api, Usage
 from epp.payload.shapes import EXACT_BYTES
 from epp.wire import vllm_engine_pb2 as pb
@@ -179,23 +180,23 @@ def _reads_one_message_a_piece(self: Any, piece: bytes) -> None:
     del self._partial[:1]
 
 
-def _does_not_settle(self: Any) -> None:
-    if self._account is not None:
-        self._account.charge(len(self._partial))
+def _charges_all_again(kept: Kept) -> None:
+    if kept.account is not None:
+        kept.account.charge(len(kept))
 
 
 FOLLOW = GrpcAnswerReader._follow
 
 
 @pytest.mark.parametrize(
-    ("name", "fault"),
+    ("where", "name", "fault"),
     [
-        ("_follow", _forgets_the_rest),
-        ("_follow", _reads_one_message_a_piece),
-        ("_settle", _does_not_settle),
+        (GrpcAnswerReader, "_follow", _forgets_the_rest),
+        (GrpcAnswerReader, "_follow", _reads_one_message_a_piece),
+        (Kept, "settle", _charges_all_again),
     ],
 )
-def test_a_faulty_reader_is_seen(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GrpcAnswerReader, name, fault)
+def test_a_faulty_reader_is_seen(where: type, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(where, name, fault)
     with pytest.raises(AssertionError):
         _cut_anywhere()
