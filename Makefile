@@ -51,7 +51,7 @@ soak: $(DEV)  ## many streams, ended in every way: memory flat, nothing left ove
 proto: $(DEV)  ## generate epp/wire from proto/
 	$(PY) tools/proto.py
 
-docs: $(DEV)  ## write docs/flags.md and docs/metrics.md from the code
+docs: $(DEV)  ## write docs/flags.md, metrics.md and plugins.md from the code
 	$(PY) tools/docs.py
 
 lock: .venv-lock/.locked  ## write requirements/*.txt from pyproject.toml (ARGS=--upgrade for the newest versions)

@@ -171,10 +171,11 @@ class App:
             self.budget, self.limits, lambda: str(uuid.uuid4()), reports=bool(self.director.plugins.reporters)
         )
         self.streams += 1
+        durations = self.metrics.histogram("extproc_stream_duration_seconds")
         if self.streams % TIMED_EVERY:
-            return Stream(exchange, self.router, time.monotonic, wake)
+            return Stream(exchange, self.router, time.monotonic, wake, durations)
         tally = self.metrics.histogram("response_processing_duration_seconds")
-        return TimedStream(exchange, self.router, time.monotonic, wake, tally, time.perf_counter)
+        return TimedStream(exchange, self.router, time.monotonic, wake, durations, tally, time.perf_counter)
 
     # -- running ----------------------------------------------------------------------------------
 

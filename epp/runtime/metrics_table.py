@@ -239,6 +239,13 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric("extproc_streams_inflight", "gauge", (), "Open ext-proc streams."),
     Metric("extproc_streams_total", "counter", ("code",), "Finished ext-proc streams by how they ended."),
+    Metric(
+        "extproc_stream_duration_seconds",
+        "histogram",
+        (),
+        "From a stream's opening to its end.",
+        _DURATION,
+    ),
     Metric("extproc_held_bytes", "gauge", (), "Bytes of requests and answers held in the process."),
     Metric(
         "extproc_dropped_messages_total",

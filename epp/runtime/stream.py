@@ -28,6 +28,7 @@ from epp.extproc.records import (
     Send,
 )
 from epp.payload.records import RawRequest
+from epp.runtime.tallies import Tally
 from epp.scheduling.records import AnswerFact, AnswerHeaders, Completed, Edits, Metadata, TicketId
 
 Deliver = Callable[[Routed | Refused], None]
@@ -58,8 +59,10 @@ class Stream:
 
     __slots__ = (
         "_clock",
+        "_durations",
         "_exchange",
         "_inbox",
+        "_opened_at",
         "_routes",
         "_running",
         "_wake",
@@ -74,9 +77,15 @@ class Stream:
         routes: Routes,
         clock: Callable[[], float],
         wake: Callable[[], None],
+        durations: Tally | None = None,
     ) -> None:
-        """`wake` is called after a late routing result, outside of `received`: see what there is to do."""
+        """`wake` is called after a late routing result, outside of `received`: see what there is to do.
+
+        `durations` is told the stream's, in seconds, when it is closed.
+        """
         self._exchange = exchange
+        self._durations = durations
+        self._opened_at = clock()
         self._routes = routes
         self._clock = clock
         self._wake = wake
@@ -116,7 +125,10 @@ class Stream:
 
     def closed(self, *, error: bool = False) -> None:
         """The proxy's side is over, however it ended: `error` when it broke. To be called once, last."""
-        self._take(Closed(self._clock(), error))
+        now = self._clock()
+        if self._durations is not None:
+            self._durations.observe(now - self._opened_at)
+        self._take(Closed(now, error))
 
     def _deliver(self, outcome: Routed | Refused) -> None:
         try:

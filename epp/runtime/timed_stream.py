@@ -23,11 +23,12 @@ class TimedStream(Stream):
         routes: Routes,
         clock: Callable[[], float],
         wake: Callable[[], None],
+        durations: Tally,
         tally: Tally,
         timer: Callable[[], float],
     ) -> None:
         """`timer`: a clock for short times."""
-        super().__init__(exchange, routes, clock, wake)
+        super().__init__(exchange, routes, clock, wake, durations)
         self._tally = tally
         self._timer = timer
         self._spent_s = 0.0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from epp import names
+from epp.director import TIMED_EVERY
 from epp.payload.records import RawRequest
 from epp.pool.metrics_page import EngineSample
 from epp.pool.records import Load, Mask, PoolView
@@ -243,3 +244,15 @@ def test_a_detector_hears_of_candidates_only() -> None:
     found = gauges_module._Stages().levels(Detector(), app.store.view, app.ledger.load, 0.0)
     assert found == {"decode": 0.0, "effective": 0.0}
     assert [int(np.count_nonzero(alive)) for alive in seen] == [1]
+
+
+def test_streams_are_timed_from_their_opening_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = runtime.picker()
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    streams = [app.stream(lambda: None) for _ in range(TIMED_EVERY)]
+    now[0] = 102.5
+    for stream in streams:
+        stream.closed()
+    assert runtime.sample(app, "extproc_stream_duration_seconds_count") == TIMED_EVERY
+    assert runtime.sample(app, "extproc_stream_duration_seconds_sum") == pytest.approx(2.5 * TIMED_EVERY)

@@ -75,6 +75,7 @@ FIELD: dict[str, tuple[str, tuple[str, ...]]] = {
     "flow_control_stale_endpoints": ("gauge", ("detector",)),
     "extproc_streams_inflight": ("gauge", ()),
     "extproc_streams_total": ("counter", ("code",)),
+    "extproc_stream_duration_seconds": ("histogram", ()),
 }
 OURS = {
     "extproc_held_bytes",
@@ -90,6 +91,7 @@ OURS = {
 # First, last and number of buckets, from the field's list; its two 32778 are 32768 here.
 BUCKETS = {
     "request_duration_seconds": (0.005, 3600, 35),
+    "extproc_stream_duration_seconds": (0.005, 3600, 35),
     "request_ttft_seconds": (0.005, 120, 24),
     "request_streaming_tpot_seconds": (0.0005, 2, 19),
     "request_streaming_itl_seconds": (0.001, 2, 15),
