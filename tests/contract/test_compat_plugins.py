@@ -352,3 +352,20 @@ def test_a_request_has_its_spans_and_the_engine_is_told_of_the_trace() -> None:
     assert orchestration.parent.span_id == request.context.span_id
     assert f"{request.context.trace_id:032x}" == parent
     assert asked.head["set"]["traceparent"] == f"00-{parent}-{request.context.span_id:016x}-01"
+
+
+# -- conformance --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("served", "told"),
+    [
+        ("192.168.1.1:8000", "192.168.1.1:8000"),
+        (None, "fail: missing destination endpoint served metadata"),
+    ],
+)
+def test_who_served_is_told_to_a_conformance_test(served: str | None, told: str) -> None:
+    verifier = {"type": "destination-endpoint-served-verifier"}
+    asked = Line(P(), config=config(verifier)).ask(prompt("m"))
+    asked.answer(b"{}", served=served)
+    assert dict(asked.answer_head["set"])["x-conformance-test-served-endpoint"] == told

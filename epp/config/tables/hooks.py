@@ -2,9 +2,11 @@
 
 from typing import Final
 
+from epp.config.schema import NoParameters
 from epp.config.spec import BuildContext, Kind, KnownType, PluginSpec, Stability
 from epp.scheduling.agents import AgentIdentity, AgentIdentityParams
 from epp.scheduling.reporter import RequestAttributeReporter, RequestAttributeReporterParams
+from epp.scheduling.served import ServedEndpointVerifier
 
 
 def _agent_identity(context: BuildContext, params: AgentIdentityParams) -> AgentIdentity:
@@ -13,6 +15,10 @@ def _agent_identity(context: BuildContext, params: AgentIdentityParams) -> Agent
 
 def _reporter(context: BuildContext, params: RequestAttributeReporterParams) -> RequestAttributeReporter:
     return RequestAttributeReporter(params)
+
+
+def _verifier(context: BuildContext, params: NoParameters) -> ServedEndpointVerifier:
+    return ServedEndpointVerifier()
 
 
 BUILT_INS: Final[tuple[PluginSpec, ...]] = (
@@ -24,10 +30,12 @@ BUILT_INS: Final[tuple[PluginSpec, ...]] = (
         _reporter,
         Stability.STABLE,
     ),
+    PluginSpec(
+        "destination-endpoint-served-verifier", Kind.RESPONSE_HOOK, NoParameters, _verifier, Stability.BETA
+    ),
 )
 
 LATER: Final[tuple[KnownType, ...]] = (
     KnownType("disagg-headers-handler", Kind.REQUEST_HOOK, "disagg-profile-handler"),
     KnownType("prefill-header-handler", Kind.REQUEST_HOOK, "disagg-profile-handler"),
-    KnownType("destination-endpoint-served-verifier", Kind.RESPONSE_HOOK),
 )
