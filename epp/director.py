@@ -19,6 +19,7 @@ from epp.errors import BadRequest, NoEndpoints, RequestError
 from epp.flow.objectives import Objectives
 from epp.payload.apis import DEFAULT_PARSERS, DIALECTS, ParserSet
 from epp.payload.records import Headers, InferenceRequest, RawRequest
+from epp.payload.render import RenderNeed, with_tokens
 from epp.payload.request import Parsed, parse_request, rewrite_model
 from epp.payload.rewrite import Rewrite, RewriteRules
 from epp.pool.ledger import InflightLedger
@@ -58,6 +59,12 @@ from epp.scheduling.records import (
 DEFAULT_FLOW = "default-flow"
 TIMED_EVERY = 64
 
+Need = RenderNeed
+"""Input or output that a request needs before it can be placed. Has `timeout_s`."""
+
+NeedResult = bytes | Exception
+"""What came of a need."""
+
 
 class Prepared(msgspec.Struct, frozen=True):
     """A request ready to be placed.
@@ -68,6 +75,7 @@ class Prepared(msgspec.Struct, frozen=True):
         priority: of the request's objective; below 0 it may be shed.
         attributes: what request hooks found out.
         rewrite: the rule that chose the target model; None where none did.
+        needs: what is to be awaited, and told to `Director.satisfied`, before it is submitted.
         body: what to forward in place of the client's body; None = unchanged.
         remove_headers: request headers that no longer describe the body.
         body_bytes: size as received.
@@ -85,6 +93,7 @@ class Prepared(msgspec.Struct, frozen=True):
     priority: int = 0
     attributes: Attributes = NO_ATTRIBUTES
     rewrite: Rewrite | None = None
+    needs: tuple[Need, ...] = ()
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -102,6 +111,10 @@ class Recorder(Protocol):
 
     def plugin_failed(self, plugin: object, error: Exception) -> None: ...
 
+    def need_failed(self, need: Need, error: Exception) -> None:
+        """The request is placed without what it needed to know."""
+        ...
+
     def served_elsewhere(self, ticket: Ticket, served: str, in_pool: bool) -> None:
         """The proxy reports another endpoint (`address:port`) than the chosen one."""
         ...
@@ -109,6 +122,12 @@ class Recorder(Protocol):
     def observed(self, prepared: Prepared, ticket: Ticket, fact: AnswerFact, now: float) -> None:
         """After the ledger and the plugins heard of it."""
         ...
+
+
+class Needing(Protocol):
+    """A plugin that wants to know something of a request that has to be awaited."""
+
+    def need(self, parsed: Parsed) -> Need | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +145,7 @@ class Plugins:
     objectives: Objectives = Objectives({})
     rewrites: RewriteRules = RewriteRules()
     request_hooks: tuple[RequestHook, ...] = ()
+    needing: tuple[Needing, ...] = ()
     admission: Admitter | None = None
     screeners: tuple[Screener, ...] = ()
     producers: tuple[DataProducer, ...] = ()
@@ -230,6 +250,7 @@ class Director:
             priority=plugins.objectives.priority(raw.header(*names.OBJECTIVE)),
             attributes=attributes,
             rewrite=rewrite,
+            needs=self._needs(parsed, plugins) if plugins.needing and raw.body_shown else (),
         )
 
     def _attributes(self, raw: RawRequest, plugins: Plugins) -> Attributes:
@@ -240,6 +261,33 @@ class Director:
             except Exception as error:
                 self._recorder.plugin_failed(hook, error)
         return found
+
+    def _needs(self, parsed: Parsed, plugins: Plugins) -> tuple[Need, ...]:
+        needs: list[Need] = []
+        for plugin in plugins.needing:
+            try:
+                need = plugin.need(parsed)
+            except Exception as error:
+                self._recorder.plugin_failed(plugin, error)
+            else:
+                if need is not None:
+                    needs.append(need)
+        return tuple(needs)
+
+    def satisfied(self, prepared: Prepared, results: Sequence[NeedResult]) -> Prepared:
+        """The request with what it needed to know, and without needs; one result for each, in order.
+
+        A need that failed leaves the request as it was. Whatever plugins are in use by now.
+        """
+        request = prepared.request
+        for need, result in zip(prepared.needs, results, strict=True):
+            try:
+                if isinstance(result, Exception):
+                    raise result
+                request = with_tokens(request, result)
+            except Exception as error:  # an answer that breaks its reader costs no request either
+                self._recorder.need_failed(need, error)
+        return msgspec.structs.replace(prepared, request=request, needs=())
 
     # -- the choice -------------------------------------------------------------------------------
 
@@ -411,7 +459,7 @@ class Director:
 def _without_content(prepared: Prepared) -> Prepared:
     """What is kept until the answer ends: nothing as large as a body, since no account is charged for it."""
     request = msgspec.structs.replace(prepared.request, prompts=())
-    return msgspec.structs.replace(prepared, request=request, body=None)
+    return msgspec.structs.replace(prepared, request=request, body=None, needs=())
 
 
 def _uncached_tokens(request: InferenceRequest, facts: Facts, slot: int) -> int:

@@ -9,6 +9,7 @@ WarmrouteError
 │   └── NoEndpoints         503   retry later
 ├── ConfigError             a file or flag is wrong; lists every problem found
 ├── PageError               an engine's metrics page cannot be read
+├── NeedFailed              what a request needed to know could not be found out
 └── ProtocolError           the peer broke the order of ext-proc messages
 """
 
@@ -97,6 +98,18 @@ class ConfigError(WarmrouteError):
 
 class PageError(WarmrouteError):
     """An engine's metrics page is not one."""
+
+
+class NeedFailed(WarmrouteError):
+    """What a request needed to know could not be found out; it is placed without.
+
+    Attributes:
+        reason: one of a few words, for metrics.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class ProtocolError(WarmrouteError):

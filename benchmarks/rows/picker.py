@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from epp.config.load import Assembly, build, default_config
-from epp.director import Director, Prepared, Recorder, Refusal
+from epp.director import Director, Need, Prepared, Recorder, Refusal
 from epp.payload.records import Usage
 from epp.pool.ledger import InflightLedger
 from epp.pool.metrics_page import EngineSample
@@ -40,6 +40,8 @@ class NoRecorder:
 
     def plugin_failed(self, plugin: object, error: Exception) -> None:
         raise error
+
+    def need_failed(self, need: Need, error: Exception) -> None: ...
 
     def served_elsewhere(self, ticket: Ticket, served: str, in_pool: bool) -> None: ...
 

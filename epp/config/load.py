@@ -24,6 +24,7 @@ from epp.flow.admission import LegacyAdmission
 from epp.flow.objectives import Objectives
 from epp.payload.apis import DEFAULT_PARSER_TYPES, ParserSet
 from epp.payload.estimate import Estimate
+from epp.payload.render import ExactTokens
 from epp.payload.rewrite import RewriteRules
 from epp.pool.records import PoolView
 from epp.scheduling.attributes import AttributeFilter, AttributeScorer
@@ -204,6 +205,7 @@ def _plugins(loaded: LoadedConfig, built: Mapping[str, Any]) -> Plugins:
         rewrites=RewriteRules(loaded.model_rewrites),
         admission=LegacyAdmission(built[loaded.detector]),
         request_hooks=tuple(_having("read", every)),
+        needing=tuple(_exact_tokens(every)),
         screeners=tuple(_having("screen", every)),
         producers=tuple(_having("produce", (built[name] for name in loaded.producers))),
         admitters=tuple(_having("admit", every)),
@@ -211,6 +213,12 @@ def _plugins(loaded: LoadedConfig, built: Mapping[str, Any]) -> Plugins:
         answered=tuple(_having("observe", every)),
         reporters=tuple(_having("report", every)),
     )
+
+
+def _exact_tokens(plugins: Iterable[Any]) -> list[ExactTokens]:
+    """The first one: tokens are counted once."""
+    estimates = (made for made in plugins if isinstance(made, TokenEstimateSpec))
+    return [made.exact for made in estimates if made.exact is not None][:1]
 
 
 def _parsers(loaded: LoadedConfig, built: Mapping[str, Any]) -> ParserSet:

@@ -9,6 +9,7 @@ import msgspec
 
 from epp import names
 from epp.payload.estimate import Estimate
+from epp.payload.render import ExactTokens
 from epp.pool.engines import ENGINES, VLLM, EngineSpec
 from epp.pool.records import PoolView
 from epp.scheduling.profiles import Profile
@@ -113,9 +114,14 @@ class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
 
 @dataclass(frozen=True, slots=True)
 class TokenEstimateSpec:
-    """Prompts are counted where they are parsed, four bytes a token and media by `estimate`."""
+    """Prompts are counted where they are parsed, four bytes a token and media by `estimate`.
+
+    Attributes:
+        exact: who is asked for the exact tokens besides; the estimate counts where that fails.
+    """
 
     estimate: Estimate = Estimate()
+    exact: ExactTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)

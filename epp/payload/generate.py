@@ -64,6 +64,30 @@ def read_vllm(api: Api, plain: bytes, media: Media) -> tuple[InferenceRequest, S
     read = _vllm.read(plain)
     asked = read.body
     model, span = _vllm.model(read)
+    identity, tokens = _prompt_of(asked, media)
+    return InferenceRequest(
+        api=api,
+        model=model,
+        target_model=model,
+        prompts=(identity,),
+        prompt_tokens=tokens,
+        max_output_tokens=count_of(_sampling_of(asked.sampling_params).max_tokens),
+        stream=is_true(asked.stream),
+        cache_salt=text_of(asked.cache_salt),
+        media=media.found,
+    ), span
+
+
+def rendered_prompt(plain: bytes, media: Media) -> tuple[bytes, int]:
+    """Identity and tokens of the prompt in what an engine rendered: a body that `read_vllm` takes.
+
+    Raises:
+        BadRequest: it is none.
+    """
+    return _prompt_of(_vllm.read(plain).body, media)
+
+
+def _prompt_of(asked: _VllmGenerate, media: Media) -> tuple[bytes, int]:
     raw = bytes(asked.token_ids)
     ids = token_ids(raw) if raw[:1] == b"[" else None
     if ids is None and is_given(asked.token_ids):
@@ -72,18 +96,7 @@ def read_vllm(api: Api, plain: bytes, media: Media) -> tuple[InferenceRequest, S
         )
     if ids is None or not len(ids):
         raise BadRequest(_NO_TOKEN_IDS, "token_ids")
-    identity = _with_media(ids, asked.features, media)
-    return InferenceRequest(
-        api=api,
-        model=model,
-        target_model=model,
-        prompts=(identity,),
-        prompt_tokens=len(ids),
-        max_output_tokens=count_of(_sampling_of(asked.sampling_params).max_tokens),
-        stream=is_true(asked.stream),
-        cache_salt=text_of(asked.cache_salt),
-        media=media.found,
-    ), span
+    return _with_media(ids, asked.features, media), len(ids)
 
 
 def read_sglang(api: Api, plain: bytes, media: Media) -> tuple[InferenceRequest, Span | None]:

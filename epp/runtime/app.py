@@ -45,6 +45,7 @@ from epp.runtime.own import OwnTransport
 from epp.runtime.plugin_state import STATE_PATH, Kept, from_another_thread, plugin_state
 from epp.runtime.recorder import RuntimeRecorder
 from epp.runtime.reload import ConfigFile, Running
+from epp.runtime.render import Renders
 from epp.runtime.router import Router
 from epp.runtime.scrape import Scraper
 from epp.runtime.stream import Stream
@@ -105,6 +106,7 @@ class App:
     health: Health
     budget: BodyBudget
     limits: Limits
+    renders: Renders
     streams: int = 0
 
     # -- building ---------------------------------------------------------------------------------
@@ -136,6 +138,7 @@ class App:
             interval_s=options.refresh_metrics_interval,
             on_error=log.warning,
         )
+        renders = Renders()
         decoder = Decoder(limits.body_bytes, running.plugins.parsers)
         return cls(
             options=options,
@@ -153,11 +156,13 @@ class App:
                 time.monotonic,
                 scraper.busy,
                 scored=store.view if options.emit_endpoint_scores else None,
+                perform=renders,
             ),
             scraper=scraper,
             health=Health(),
             budget=BodyBudget(limits.held_bytes),
             limits=limits,
+            renders=renders,
         )
 
     @property
@@ -189,6 +194,7 @@ class App:
         stop = _signals()
         discovery = self._discovery()
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(self.renders.close)
             stack.callback(self.router.close)
             certificates = self._certificates()
             transport = await self._listen(stack, certificates)

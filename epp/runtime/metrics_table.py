@@ -263,6 +263,13 @@ TABLE: tuple[Metric, ...] = (
         "plugin_failures_total", "counter", ("plugin_class",), "Plugin calls that failed; the work went on."
     ),
     Metric(
+        "request_needs_failed_total",
+        "counter",
+        ("need", "reason"),
+        "Requests placed without what had to be found out (`RenderNeed`: their exact tokens): it was `late`, "
+        "`unreachable`, `refused`, `unreadable`, or there was a `fault` of the picker.",
+    ),
+    Metric(
         "ledger_overdrafts_total",
         "counter",
         (),

@@ -4,8 +4,8 @@ import logging
 from collections import defaultdict, deque
 
 from epp import names
-from epp.director import Prepared
-from epp.errors import RequestError
+from epp.director import Need, Prepared
+from epp.errors import NeedFailed, RequestError
 from epp.payload.records import RawRequest, find_header
 from epp.pool.records import PoolView
 from epp.runtime.logs import REQUESTS
@@ -74,6 +74,18 @@ class RuntimeRecorder:
                 "a plugin failed; the work goes on without it; the same again is counted, not logged",
                 exc_info=error,
                 extra={"plugin": kind},
+            )
+
+    def need_failed(self, need: Need, error: Exception) -> None:
+        """Counted each time, logged once per reason."""
+        kind = type(need).__name__
+        reason = error.reason if isinstance(error, NeedFailed) else "fault"
+        self._metrics.counter("request_needs_failed_total", kind, reason).inc()
+        if self._first(kind, reason):
+            log.warning(
+                "a request is placed without what it needed to know; the same again is counted, not logged",
+                exc_info=None if isinstance(error, NeedFailed) else error,
+                extra={"need": kind, "reason": reason, "error": str(error)},
             )
 
     def served_elsewhere(self, ticket: Ticket, served: str, in_pool: bool) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 
 import numpy as np
@@ -13,6 +13,7 @@ from epp.extproc.records import Refused, Routed, Scores
 from epp.payload.records import RawRequest
 from epp.pool.records import PoolView
 from epp.runtime.decoder import Decoder, is_large
+from epp.runtime.needs import Perform, fulfil, nobody
 from epp.runtime.recorder import RuntimeRecorder
 from epp.runtime.stream import Deliver
 from epp.runtime.turns import Turns
@@ -32,19 +33,26 @@ class Router:
         clock: Callable[[], float],
         traffic: Callable[[float], None],
         scored: PoolView | None = None,
+        perform: Perform = nobody,
     ) -> None:
-        """`scored`: the pool whose endpoints' scores the proxy is told; None = it is not told."""
+        """`scored`: the pool whose endpoints' scores the proxy is told; None = it is not told.
+
+        `perform` fulfils what requests need to know before they are placed.
+        """
         self._director = director
         self._recorder = recorder
         self.decoder = decoder
         self._clock = clock
         self._traffic = traffic
         self._scored = scored
+        self._perform = perform
         self._tasks: set[asyncio.Task[None]] = set()
         self._turns = Turns(clock)
 
     def route(self, raw: RawRequest, deliver: Deliver) -> Routed | Refused | None:
-        """See `Routes.route`. Late where the body is large or this turn of the loop has placed enough."""
+        """See `Routes.route`. Late where the body is large, something has to be found out about the request,
+        or this turn of the loop has placed enough.
+        """
         received_at = self._clock()
         if not self._turns.free:
             self._turns.wait(lambda: self._route_late(raw, received_at, deliver))
@@ -60,20 +68,38 @@ class Router:
 
     def _route(self, raw: RawRequest, received_at: float, deliver: Deliver) -> Routed | Refused | None:
         if not is_large(raw, self._director.plugins.parsers):
-            return self._routed(raw, partial(self._director.prepare, raw, received_at))
-        task = asyncio.get_running_loop().create_task(self._route_large(raw, received_at, deliver))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            return self._routed(raw, partial(self._director.prepare, raw, received_at), deliver)
+        self._begin(self._route_large(raw, received_at, deliver))
         return None
 
-    def _routed(self, raw: RawRequest, prepare: Callable[[], Prepared]) -> Routed | Refused:
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _routed(
+        self, raw: RawRequest, prepare: Callable[[], Prepared], deliver: Deliver
+    ) -> Routed | Refused | None:
         try:
             prepared = prepare()
         except RequestError as error:
             return self._refuse(raw, None, error)
         except Exception:
             return self._broken(raw)
+        if prepared.needs:
+            self._begin(self._route_needing(raw, prepared, deliver))
+            return None
         return self._place(raw, prepared)
+
+    async def _route_needing(self, raw: RawRequest, prepared: Prepared, deliver: Deliver) -> None:
+        results = await fulfil(prepared.needs, self._perform)
+        satisfied = partial(self._director.satisfied, prepared, results)
+        self._turns.do(lambda: self._route_parsed(raw, satisfied, deliver))
+
+    def _route_parsed(self, raw: RawRequest, prepare: Callable[[], Prepared], deliver: Deliver) -> None:
+        outcome = self._routed(raw, prepare, deliver)
+        if outcome is not None:
+            deliver(outcome)
 
     async def _route_large(self, raw: RawRequest, received_at: float, deliver: Deliver) -> None:
         try:
@@ -84,7 +110,7 @@ class Router:
             deliver(self._broken(raw))
         else:
             prepare = partial(self._director.prepare_parsed, raw, parsed, received_at)
-            self._turns.do(lambda: deliver(self._routed(raw, prepare)))
+            self._turns.do(lambda: self._route_parsed(raw, prepare, deliver))
 
     def _place(self, raw: RawRequest, prepared: Prepared) -> Routed | Refused:
         now = self._clock()
@@ -134,7 +160,7 @@ class Router:
         return self._director.report(ticket, completed)
 
     def close(self) -> None:
-        """Give up what is still being read or waits for its turn."""
+        """Give up what is still being read or found out, or waits for its turn."""
         self._turns.close()
         for task in self._tasks:
             task.cancel()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from epp import director as director_module
 from epp.config.load import build, default_config
-from epp.director import Director, Prepared, Refusal
+from epp.director import Director, Need, Prepared, Refusal
 from epp.payload.records import RawRequest, Usage
 from epp.pool.ledger import InflightLedger
 from epp.pool.records import Endpoint, PoolView
@@ -43,6 +43,8 @@ class Recorder:
     def placed(self, prepared: Prepared, ticket: Ticket, ctx: Ctx) -> None: ...
 
     def plugin_failed(self, plugin: object, error: Exception) -> None: ...
+
+    def need_failed(self, need: Need, error: Exception) -> None: ...
 
     def served_elsewhere(self, ticket: Ticket, served: str, in_pool: bool) -> None: ...
 

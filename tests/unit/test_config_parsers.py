@@ -11,6 +11,7 @@ from epp.config.spec import Kind, ParserSpec, TokenEstimateSpec
 from epp.errors import ConfigError
 from epp.payload.apis import DEFAULT_PARSER_TYPES, PARSERS, ParserSet
 from epp.payload.estimate import Estimate, VideoHints
+from epp.payload.render import ExactTokens
 from epp.pool.store import PoolStore
 
 HEAD = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
@@ -68,7 +69,40 @@ def test_the_estimate_reaches_the_parsers(name: str) -> None:
 
 def test_the_field_for_another_backend_is_not_there_yet() -> None:
     with pytest.raises(ConfigError, match="not supported yet"):
-        assembled({"type": "tokenizer", "parameters": {"modelName": "m"}})
+        assembled({"type": "tokenizer", "parameters": {"udsTokenizerConfig": {}}})
+
+
+def test_vllm_counts_tokens_exactly() -> None:
+    vllm = {"url": "https://render:8443/", "timeout": "2s", "mmTimeout": "1m"}
+    named, _ = assembled({"type": "token-producer", "parameters": {"modelName": "base", "vllm": vllm}})
+    exact = ExactTokens("https://render:8443", "base", 2.0, 60.0)
+    assert named["token-producer"] == TokenEstimateSpec(Estimate(), exact)
+
+
+@pytest.mark.parametrize("parameters", [{"modelName": "m"}, {"modelName": "m", "vllm": {}}])
+def test_a_model_name_alone_is_rendered_by_the_service_beside_the_picker(parameters: dict[str, Any]) -> None:
+    named, _ = assembled({"type": "token-producer", "parameters": parameters})
+    spec = named["token-producer"]
+    assert isinstance(spec, TokenEstimateSpec)
+    assert spec.exact == ExactTokens("http://localhost:8000", "m", 5.0, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"vllm": {}}, "vllm needs modelName"),
+        ({"modelName": "m", "vllm": {"url": "render:8000"}}, "is not http://host:port"),
+        ({"modelName": "m", "vllm": {"url": "http://render/?a=b"}}, "is not http://host:port"),
+        ({"modelName": "m", "vllm": {"url": "http://[render"}}, "is not http://host:port"),
+        ({"modelName": "m", "vllm": {"url": "http://render:x"}}, "is not http://host:port"),
+        ({"modelName": "m", "vllm": {"timeout": "0s"}}, "timeout must be above 0"),
+        ({"modelName": "m", "vllm": {"mmTimeout": "0s"}}, "mmTimeout must be above 0"),
+        ({"modelName": "m", "vllm": {"http": "http://render"}}, "unknown field"),
+    ],
+)
+def test_a_render_service_that_cannot_be_used_is_refused(parameters: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        assembled({"type": "token-producer", "parameters": parameters})
 
 
 def test_vertex_is_known_and_refused() -> None:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from epp.director import TIMED_EVERY, Director, Plugins, Prepared, Refusal
+from epp.director import TIMED_EVERY, Director, Need, Plugins, Prepared, Refusal
 from epp.errors import BadRequest, NoEndpoints, PayloadTooLarge, RequestError, Saturated
 from epp.payload.records import Api, RawRequest, Usage
 from epp.pool.ledger import InflightLedger
@@ -43,6 +43,7 @@ class Recorder:
     def __init__(self) -> None:
         self.load_seen = -1
         self.failed: list[object] = []
+        self.needs_failed: list[Exception] = []
         self.elsewhere: list[tuple[str, bool]] = []
         self.facts: list[AnswerFact] = []
         self.placements = 0
@@ -53,6 +54,9 @@ class Recorder:
 
     def plugin_failed(self, plugin: object, error: Exception) -> None:
         self.failed.append(plugin)
+
+    def need_failed(self, need: Need, error: Exception) -> None:
+        self.needs_failed.append(error)
 
     def served_elsewhere(self, ticket: Ticket, served: str, in_pool: bool) -> None:
         self.elsewhere.append((served, in_pool))

@@ -1,6 +1,7 @@
 """Types of data producers."""
 
 from typing import ClassVar, Final
+from urllib.parse import urlsplit
 
 from epp.config.spec import (
     BuildContext,
@@ -11,6 +12,7 @@ from epp.config.spec import (
     Stability,
     TokenEstimateSpec,
 )
+from epp.durations import Duration
 from epp.kvcache.approximate import ApproximateParams, ApproximatePrefixProducer
 from epp.kvcache.embeddings import (
     DEFAULT_EMBEDDINGS_PRODUCER,
@@ -19,6 +21,7 @@ from epp.kvcache.embeddings import (
     EmbeddingsCacheProducer,
 )
 from epp.payload.estimate import Estimate
+from epp.payload.render import ExactTokens
 from epp.scheduling.filters import DEFAULT_INFLIGHT_PRODUCER
 from epp.scheduling.inflight import InflightLoadParams, InflightLoadProducer
 from epp.scheduling.kv_source import KvSource, KvSourceParams
@@ -27,11 +30,50 @@ from epp.scheduling.scorers import DEFAULT_PREFIX_PRODUCER
 from epp.scheduling.sessions import SessionIdProducer, SessionIdProducerParams
 
 
-class TokenProducerParams(Parameters, frozen=True):
-    """Parameters of `token-producer`: tokens are estimated."""
+class VllmRenderParams(Parameters, frozen=True):
+    """How prompts are rendered. `mm_timeout`: of those with media."""
 
-    later: ClassVar[tuple[str, ...]] = ("modelName", "vllm", "udsTokenizerConfig")
+    url: str = "http://localhost:8000"
+    timeout: Duration = Duration(5.0)
+    mm_timeout: Duration = Duration(30.0)
+
+    def __post_init__(self) -> None:
+        if not _is_base(self.url):
+            raise ValueError(f"url {self.url!r} is not http://host:port, or the same with https or a path")
+        for name, value in (("timeout", self.timeout), ("mmTimeout", self.mm_timeout)):
+            if value <= 0:
+                raise ValueError(f"{name} must be above 0")
+
+
+def _is_base(url: str) -> bool:
+    """Whether paths can be put at its end."""
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and not (parts.query or parts.fragment)
+        )
+    except ValueError:
+        return False
+
+
+class TokenProducerParams(Parameters, frozen=True):
+    """Parameters of `token-producer`: tokens are estimated; with a model name they are those of vLLM.
+
+    Attributes:
+        model_name: the base model that prompts are rendered for; empty = they are not.
+    """
+
+    later: ClassVar[tuple[str, ...]] = ("udsTokenizerConfig",)
     estimate: Estimate = Estimate()
+    model_name: str = ""
+    vllm: VllmRenderParams | None = None
+
+    def __post_init__(self) -> None:
+        if self.vllm is not None and not self.model_name:
+            raise ValueError("vllm needs modelName, the model that prompts are rendered for")
 
 
 def _approximate(context: BuildContext, params: ApproximateParams) -> ApproximatePrefixProducer:
@@ -39,7 +81,11 @@ def _approximate(context: BuildContext, params: ApproximateParams) -> Approximat
 
 
 def _tokens(context: BuildContext, params: TokenProducerParams) -> TokenEstimateSpec:
-    return TokenEstimateSpec(params.estimate)
+    if not params.model_name:
+        return TokenEstimateSpec(params.estimate)
+    vllm = params.vllm or VllmRenderParams()
+    exact = ExactTokens(vllm.url.rstrip("/"), params.model_name, vllm.timeout, vllm.mm_timeout)
+    return TokenEstimateSpec(params.estimate, exact)
 
 
 def _inflight(context: BuildContext, params: InflightLoadParams) -> InflightLoadProducer:

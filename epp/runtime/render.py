@@ -1,0 +1,94 @@
+"""Asks render services for the exact tokens of prompts."""
+
+from io import BytesIO
+from typing import Final
+
+import aiohttp
+
+from epp.errors import NeedFailed
+from epp.payload.render import UNREADABLE, RenderNeed
+
+IDLE_CONNECTIONS: Final = 16
+ANSWER_BYTES: Final = 32 << 20
+"""What an answer may have; of a picture it has a megabyte that nobody here reads."""
+
+UNREACHABLE: Final = "unreachable"
+REFUSED: Final = "refused"
+
+# A service's web server closes an idle connection after 5 s; a request must not meet that.
+_KEPT_S: Final = 4.0
+_SHOWN_BYTES: Final = 1024
+_HEADERS: Final = {"content-type": "application/json"}
+_LAST: Final = {**_HEADERS, "connection": "close"}
+
+
+class Renders:
+    """Fulfils `RenderNeed`s over HTTP/1.1. Not more than `IDLE_CONNECTIONS` connections stay open idly.
+
+    Deadlines are the caller's: it cancels.
+    """
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+        self._asking = 0
+
+    async def __call__(self, need: RenderNeed) -> bytes:
+        """The answer's body.
+
+        Raises:
+            NeedFailed: nobody answers, or with another status than 2xx, or with too much.
+        """
+        if self._session is None:
+            self._session = _session()
+        # Of more requests at once than may stay open, each further one takes its connection with it.
+        headers = _HEADERS if self._asking < IDLE_CONNECTIONS else _LAST
+        self._asking += 1
+        try:
+            return await _ask(self._session, need, headers)
+        except aiohttp.ServerDisconnectedError:
+            return await self._again(need)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise _unreachable(need, error) from None
+        finally:
+            self._asking -= 1
+
+    async def _again(self, need: RenderNeed) -> bytes:
+        """The service had closed the connection before it was asked; rendering twice does no harm."""
+        assert self._session is not None
+        try:
+            return await _ask(self._session, need, _LAST)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise _unreachable(need, error) from None
+
+    async def close(self) -> None:
+        """Close the connections; asked again, it opens new ones."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S),
+        timeout=aiohttp.ClientTimeout(total=None),
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
+
+
+async def _ask(session: aiohttp.ClientSession, need: RenderNeed, headers: dict[str, str]) -> bytes:
+    # As a file it is sent in pieces; in one piece, a large body would hold up the event loop.
+    asked = session.post(need.url, data=BytesIO(need.body), headers=headers, allow_redirects=False)
+    async with asked as answer:
+        if not 200 <= answer.status < 300:
+            shown = (await answer.content.read(_SHOWN_BYTES)).decode(errors="replace")
+            raise NeedFailed(REFUSED, f"{need.url}: status {answer.status}: {shown}")
+        body = bytearray()
+        async for piece in answer.content.iter_any():
+            body += piece
+            if len(body) > ANSWER_BYTES:
+                raise NeedFailed(UNREADABLE, f"{need.url}: the answer has more than {ANSWER_BYTES} bytes")
+        return bytes(body)
+
+
+def _unreachable(need: RenderNeed, error: Exception) -> NeedFailed:
+    return NeedFailed(UNREACHABLE, f"{need.url}: {type(error).__name__}: {error}")
