@@ -267,7 +267,8 @@ TABLE: tuple[Metric, ...] = (
         "counter",
         ("need", "reason"),
         "Requests placed without what had to be found out (`RenderNeed`: their exact tokens): it was `late`, "
-        "`unreachable`, `refused`, `unreadable`, or there was a `fault` of the picker.",
+        "`unreachable`, `refused`, `unreadable`, too much was waiting for it (`busy`), or the picker failed "
+        "(`fault`).",
     ),
     Metric(
         "ledger_overdrafts_total",

@@ -12,6 +12,13 @@ IDLE_CONNECTIONS: Final = 16
 ANSWER_BYTES: Final = 32 << 20
 """What an answer may have; of a picture it has a megabyte that nobody here reads."""
 
+HELD_BYTES: Final = 256 << 20
+"""Of bodies and answers at once; requests beyond that are not rendered.
+
+A client that goes while its request waits gives its body back, but the service is asked on for a while.
+"""
+
+BUSY: Final = "busy"
 UNREACHABLE: Final = "unreachable"
 REFUSED: Final = "refused"
 
@@ -26,9 +33,13 @@ class Renders:
     """Fulfils `RenderNeed`s over HTTP/1.1. Not more than `IDLE_CONNECTIONS` connections stay open idly.
 
     Deadlines are the caller's: it cancels.
+
+    Attributes:
+        held: bytes of bodies and answers.
     """
 
     def __init__(self) -> None:
+        self.held = 0
         self._session: aiohttp.ClientSession | None = None
         self._asking = 0
 
@@ -36,29 +47,55 @@ class Renders:
         """The answer's body.
 
         Raises:
-            NeedFailed: nobody answers, or with another status than 2xx, or with too much.
+            NeedFailed: nobody answers, or with another status than 2xx, or with too much; too much is held.
         """
-        if self._session is None:
-            self._session = _session()
+        size = len(need.body)
+        self._make_room(need, size)
         # Of more requests at once than may stay open, each further one takes its connection with it.
         headers = _HEADERS if self._asking < IDLE_CONNECTIONS else _LAST
+        self.held += size
         self._asking += 1
         try:
-            return await _ask(self._session, need, headers)
-        except aiohttp.ServerDisconnectedError:
-            return await self._again(need)
+            return await self._asked(need, headers)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise _unreachable(need, error) from None
+            raise NeedFailed(UNREACHABLE, f"{need.url}: {type(error).__name__}: {error}") from None
         finally:
+            self.held -= size
             self._asking -= 1
 
-    async def _again(self, need: RenderNeed) -> bytes:
-        """The service had closed the connection before it was asked; rendering twice does no harm."""
-        assert self._session is not None
+    async def _asked(self, need: RenderNeed, headers: dict[str, str]) -> bytes:
+        self._session = session = self._session or _session()
         try:
-            return await _ask(self._session, need, _LAST)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise _unreachable(need, error) from None
+            return await self._ask(session, need, headers)
+        except aiohttp.ServerDisconnectedError:
+            # The service had closed the connection before it was asked; rendering twice does no harm.
+            return await self._ask(session, need, _LAST)
+
+    async def _ask(self, session: aiohttp.ClientSession, need: RenderNeed, headers: dict[str, str]) -> bytes:
+        # As a file it is sent in pieces; in one piece, a large body would hold up the event loop.
+        asked = session.post(need.url, data=BytesIO(need.body), headers=headers, allow_redirects=False)
+        async with asked as answer:
+            if not 200 <= answer.status < 300:
+                shown = (await answer.content.read(_SHOWN_BYTES)).decode(errors="replace")
+                raise NeedFailed(REFUSED, f"{need.url}: status {answer.status}: {shown}")
+            return await self._read(need, answer)
+
+    async def _read(self, need: RenderNeed, answer: aiohttp.ClientResponse) -> bytes:
+        body = bytearray()
+        try:
+            async for piece in answer.content.iter_any():
+                self._make_room(need, len(piece))
+                self.held += len(piece)
+                body += piece
+                if len(body) > ANSWER_BYTES:
+                    raise NeedFailed(UNREADABLE, f"{need.url}: the answer has more than {ANSWER_BYTES} bytes")
+            return bytes(body)
+        finally:
+            self.held -= len(body)
+
+    def _make_room(self, need: RenderNeed, size: int) -> None:
+        if self.held + size > HELD_BYTES:
+            raise NeedFailed(BUSY, f"{need.url}: requests that wait for it hold {self.held} bytes")
 
     async def close(self) -> None:
         """Close the connections; asked again, it opens new ones."""
@@ -73,22 +110,3 @@ def _session() -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(total=None),
         cookie_jar=aiohttp.DummyCookieJar(),
     )
-
-
-async def _ask(session: aiohttp.ClientSession, need: RenderNeed, headers: dict[str, str]) -> bytes:
-    # As a file it is sent in pieces; in one piece, a large body would hold up the event loop.
-    asked = session.post(need.url, data=BytesIO(need.body), headers=headers, allow_redirects=False)
-    async with asked as answer:
-        if not 200 <= answer.status < 300:
-            shown = (await answer.content.read(_SHOWN_BYTES)).decode(errors="replace")
-            raise NeedFailed(REFUSED, f"{need.url}: status {answer.status}: {shown}")
-        body = bytearray()
-        async for piece in answer.content.iter_any():
-            body += piece
-            if len(body) > ANSWER_BYTES:
-                raise NeedFailed(UNREADABLE, f"{need.url}: the answer has more than {ANSWER_BYTES} bytes")
-        return bytes(body)
-
-
-def _unreachable(need: RenderNeed, error: Exception) -> NeedFailed:
-    return NeedFailed(UNREACHABLE, f"{need.url}: {type(error).__name__}: {error}")

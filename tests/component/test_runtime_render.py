@@ -248,6 +248,7 @@ async def test_a_service_that_does_not_answer_costs_the_exact_tokens_alone(
             assert 0 < app.ledger.total_prefill_tokens != TOKENS, "the estimate"
             assert failures(app, reason) == failures(app) == number
             client.end()
+        assert app.renders.held == 0
         assert runtime.nothing_left(app)()
     said = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(said) == 1, "told once, counted each time"
@@ -259,6 +260,28 @@ async def test_too_long_an_answer_is_not_read(monkeypatch: pytest.MonkeyPatch) -
         client = await Client(app).routed()
         assert failures(app, "unreadable") == 1
         client.end()
+
+
+async def test_more_than_may_be_held_is_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three bodies two may wait; the third is placed at once, by the estimate."""
+    gate = Gate()
+    monkeypatch.setattr(render_module, "HELD_BYTES", 2 * len(CHAT) + len(CHAT) // 2)
+    async with picking(gate) as app:
+        waiting = [Client(app), Client(app)]
+        for client in waiting:
+            client.send(CHAT)
+        await until(lambda: gate.asked == 2)
+        assert app.renders.held == 2 * len(CHAT)
+        third = await Client(app).routed()
+        assert failures(app, "busy") == failures(app) == 1
+        monkeypatch.setattr(render_module, "HELD_BYTES", 1 << 20)
+        gate.open.set()
+        for client in (*waiting, third):
+            await client.answered()
+            client.end()
+        assert failures(app) == 1
+        assert app.renders.held == 0
+        assert runtime.nothing_left(app)()
 
 
 async def test_nobody_listens() -> None:
@@ -307,6 +330,7 @@ async def gone_while_waiting() -> dict[str, int]:
             await client.woken.wait()
         await until(lambda: not app.router._tasks)
         assert client.wakes == 1
+        assert app.renders.held == 0
         assert runtime.sample(app, "request_total") == 1, "it was placed, and given back"
         return runtime.left_over(app)
 

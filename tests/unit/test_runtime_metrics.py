@@ -10,10 +10,11 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from epp.director import TIMED_EVERY, Prepared
-from epp.errors import NoEndpoints
+from epp.errors import NeedFailed, NoEndpoints
 from epp.http2.codes import ErrorCode
 from epp.http2.errors import ConnectionFault, StreamFault
 from epp.payload.records import RawRequest, Usage
+from epp.payload.render import RenderNeed
 from epp.pool.metrics_page import EngineSample
 from epp.runtime import metrics as metrics_module
 from epp.runtime.app import App
@@ -82,6 +83,7 @@ OURS = {
     "extproc_dropped_messages_total",
     "extproc_http2_errors_total",
     "plugin_failures_total",
+    "request_needs_failed_total",
     "ledger_overdrafts_total",
     "served_elsewhere_total",
     "config_discovery_errors_total",
@@ -761,6 +763,11 @@ def test_every_row_of_the_table_is_fed() -> None:
     run.whole(status=503)
     run.app.metrics.decided(0.1, 0.1)
     run.app.recorder.plugin_failed(run, RuntimeError("planted"))
+    need = RenderNeed("http://render", b"{}", 5.0)
+    for error in (NeedFailed("late", "planted"), RuntimeError("planted"), NeedFailed("late", "planted")):
+        run.app.recorder.need_failed(need, error)
+    assert run.sample("request_needs_failed_total", need="RenderNeed", reason="late") == 2
+    assert run.sample("request_needs_failed_total", need="RenderNeed", reason="fault") == 1
     run.app.renew_gauges()
     run.app.discovery_failed("planted")
     counts = run.app.stream_counts()

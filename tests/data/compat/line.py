@@ -76,7 +76,7 @@ class InPlace(Router):
     """Reads a body of any size itself, and hides no fault behind a 500."""
 
     def _route(self, raw: RawRequest, received_at: float, deliver: Any) -> Routed | Refused | None:
-        return self._routed(raw, partial(self._director.prepare, raw, received_at))
+        return self._routed(raw, partial(self._director.prepare, raw, received_at), deliver)
 
     def _broken(self, raw: RawRequest) -> Never:
         raise  # the fault at hand
