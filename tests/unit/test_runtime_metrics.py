@@ -387,7 +387,7 @@ def asked(model: str) -> bytes:
     return runtime.chat().replace(b'"m"', b'"%s"' % model.encode())
 
 
-async def test_decisions_of_rewrite_rules_are_counted_those_for_the_same_model_too() -> None:
+def test_decisions_of_rewrite_rules_are_counted_those_for_the_same_model_too() -> None:
     app = runtime.picker(config=RULES)
     for model in ("m", "n", "n", "other-model"):
         raw = RawRequest("r", "POST", "/v1/chat/completions", (), asked(model))
