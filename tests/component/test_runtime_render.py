@@ -34,6 +34,8 @@ CHAT = EXCHANGES["render-chat"]["request"]["body"].encode()
 CHAT_PATH = "/v1/chat/completions/render"
 TOKENS = len(json.loads(RENDERED[CHAT_PATH])["token_ids"])
 
+BOTH = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -134,6 +136,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
+@BOTH
 @pytest.mark.parametrize("name", EXCHANGES)
 async def test_recorded_tokens_are_what_is_charged(name: str) -> None:
     seen: list[tuple[str, str, str]] = []
@@ -224,6 +227,7 @@ async def failing(request: web.Request) -> web.StreamResponse:
     return web.Response(status=500, body=b"\xff" * 100_000)
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("handler", "reason"),
     [
@@ -294,6 +298,7 @@ async def test_nobody_listens() -> None:
         await app.renders.close()
 
 
+@BOTH
 async def test_a_large_body_is_rendered_too() -> None:
     text = "x" * (2 << 20)
     async with picking(tokenized) as app:
@@ -335,10 +340,12 @@ async def gone_while_waiting() -> dict[str, int]:
         return runtime.left_over(app)
 
 
+@BOTH
 async def test_a_client_that_goes_while_its_request_waits_leaves_nothing() -> None:
     assert not any((await gone_while_waiting()).values())
 
 
+@BOTH
 async def test_requests_wait_together_and_each_is_answered_once() -> None:
     gate = Gate()
     async with picking(gate) as app:
@@ -384,6 +391,7 @@ async def test_a_new_service_counts_from_the_next_request_on() -> None:
 # -- connections --------------------------------------------------------------------------------------
 
 
+@BOTH
 async def test_few_connections_stay_open() -> None:
     gate = Gate()
     peers: set[Any] = set()
@@ -411,6 +419,7 @@ async def test_few_connections_stay_open() -> None:
         await renders.close()
 
 
+@BOTH
 async def test_a_connection_closed_while_idle_is_no_failure() -> None:
     calls = 0
 

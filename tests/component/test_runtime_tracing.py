@@ -411,3 +411,23 @@ def test_the_name_of_the_service_is_the_environments(
         app.router.route(RawRequest("r-1", "POST", "/", (), b"{"), lambda outcome: None)
     attributes = collector.received[0].resource_spans[0].resource.attributes
     assert {"epp-a"} == {each.value.string_value for each in attributes if each.key == "service.name"}
+
+
+NEEDING = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- {type: token-producer, parameters: {modelName: m, vllm: {url: "http://127.0.0.1:1"}}}
+- {type: queue-scorer}
+- {type: kv-cache-utilization-scorer}
+- {type: prefix-cache-scorer}
+"""
+
+
+async def test_a_request_that_waits_for_its_tokens_has_its_spans() -> None:
+    traced = Traced(config=NEEDING)
+    await traced.whole()
+    assert mistakes(traced) == []
+    assert not vars(traced.app.router)["_routing"]
+    assert runtime.sample(traced.app, "request_needs_failed_total", reason="unreachable") == 1
+    await traced.app.renders.close()
