@@ -82,6 +82,7 @@ class Decoder:
     max_body_bytes: int
     parsers: ParserSet = DEFAULT_PARSERS
     _pool: ProcessPoolExecutor | None = field(default=None, init=False)
+    _reading: int = field(default=0, init=False)
 
     async def parse(self, raw: RawRequest) -> Parsed:
         """As `parse_request`.
@@ -93,6 +94,7 @@ class Decoder:
         for _ in range(_ATTEMPTS):
             pool = self._pool = self._pool or _start()
             try:
+                self._reading += 1
                 parsed = await asyncio.get_running_loop().run_in_executor(
                     pool, _parse, raw, self.max_body_bytes, self.parsers
                 )
@@ -102,12 +104,16 @@ class Decoder:
                     self.close()
             else:
                 return _with_body(parsed, raw.body)
+            finally:
+                self._reading -= 1
         raise InternalError("the endpoint picker could not read this body; its log has the details")
 
     def close(self) -> None:
         """What is being read is given up."""
         if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            # An idle child ends at once. Not waited for, it ends while the interpreter does, which may then
+            # write into a pipe that the pool has just closed: a traceback in the log.
+            self._pool.shutdown(wait=not self._reading, cancel_futures=True)
             self._pool = None
 
 
