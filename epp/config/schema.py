@@ -25,7 +25,7 @@ class Quantity(int):
             value = str(value)
         if not isinstance(value, str) or not (found := _QUANTITY.fullmatch(value)):
             raise ValueError
-        amount = float(found[1]) * _MULTIPLES[found[2] or ""]
+        amount = float(found[1]) * UNITS[found[2] or ""]
         if not isfinite(amount) or amount != int(amount):
             raise ValueError
         return cls(amount)
@@ -33,7 +33,7 @@ class Quantity(int):
 
 _NUMBER: Final = r"[0-9]{1,15}(?:\.[0-9]{0,15})?"
 _QUANTITY: Final = re.compile(rf"({_NUMBER})(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
-_MULTIPLES: Final = {
+UNITS: Final = {
     "": 1,
     **{unit: 10 ** (3 * power) for power, unit in enumerate("kMGTP", 1)},
     **{f"{unit}i": 1024**power for power, unit in enumerate("KMGTP", 1)},

@@ -5,7 +5,7 @@ from msgspec import Raw
 
 from epp.errors import BadRequest
 from epp.payload.body import ABSENT, Body, BodyReader, Messages, Span, count_of, is_true, text_bytes, text_of
-from epp.payload.identity import TOOLS, add_json, add_message, add_system, raw_values, tokens_of
+from epp.payload.identity import TOOLS, add_json, add_messages, add_system, raw_values, tokens_of
 from epp.payload.media import Media
 from epp.payload.records import Api, InferenceRequest
 
@@ -41,8 +41,7 @@ def read_messages(api: Api, plain: bytes, media: Media) -> tuple[InferenceReques
     identity = bytearray()
     add_json(identity, TOOLS, turn.tools)
     add_system(identity, _without_billing(turn.system), media)
-    for message in turn.messages:
-        add_message(identity, message, media)
+    add_messages(identity, turn.messages, media)
     return InferenceRequest(
         api=api,
         model=model,

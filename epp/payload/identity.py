@@ -6,6 +6,8 @@ conversation that goes on has the bytes of its earlier turns as a prefix, and tw
 texts share. A conversation of texts has the same identity in every API, as engines render it the same.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +83,12 @@ def add_json(identity: bytearray, mark: bytes, value: Raw) -> None:
     if raw not in _NOTHING:
         identity += mark
         identity += raw
+
+
+def add_messages(identity: bytearray, messages: Iterable[Message], media: Media) -> None:
+    """Each in order."""
+    for message in messages:
+        add_message(identity, message, media)
 
 
 def add_message(identity: bytearray, message: Message, media: Media) -> None:

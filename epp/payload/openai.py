@@ -7,7 +7,6 @@ from epp.payload.body import (
     ABSENT,
     Body,
     BodyReader,
-    Message,
     Messages,
     Span,
     count_of,
@@ -25,7 +24,7 @@ from epp.payload.identity import (
     PromptMember,
     add_items,
     add_json,
-    add_message,
+    add_messages,
     add_system,
     prompt_identities,
     tokens_of,
@@ -129,8 +128,7 @@ def chat_identity(chat: _Chat, media: Media) -> bytes:
     add_json(identity, DOCUMENTS, chat.documents)
     add_json(identity, TEMPLATE, chat.chat_template)
     add_json(identity, TEMPLATE_ARGUMENTS, chat.chat_template_kwargs)
-    for message in chat.messages:
-        add_message(identity, message, media)
+    add_messages(identity, chat.messages, media)
     return bytes(identity)
 
 
@@ -165,7 +163,9 @@ def read_embeddings(api: Api, plain: bytes, media: Media) -> tuple[InferenceRequ
     if is_given(embeddings.input):
         prompts = prompt_identities(embeddings.input, _INPUT, media)
     elif embeddings.messages:
-        prompts = (_conversation(embeddings.messages, media),)
+        identity = bytearray()
+        add_messages(identity, embeddings.messages, media)
+        prompts = (bytes(identity),)
     else:
         raise BadRequest(f"{_NO_EMBEDDINGS_INPUT}: a text, a list of texts, or token ids", "input")
     return InferenceRequest(
@@ -177,13 +177,6 @@ def read_embeddings(api: Api, plain: bytes, media: Media) -> tuple[InferenceRequ
         cache_salt=text_of(embeddings.cache_salt),
         media=media.found,
     ), span
-
-
-def _conversation(messages: list[Message], media: Media) -> bytes:
-    identity = bytearray()
-    for message in messages:
-        add_message(identity, message, media)
-    return bytes(identity)
 
 
 def read_responses(api: Api, plain: bytes, media: Media) -> tuple[InferenceRequest, Span | None]:

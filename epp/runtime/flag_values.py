@@ -5,16 +5,11 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import ClassVar, Final
 
+from epp.config.schema import UNITS
+
 _NUMBER: Final = r"[0-9]{1,15}(?:\.[0-9]{1,15})?"
 _SIZE: Final = re.compile(rf"({_NUMBER})(k|K|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?[Bb]?")
-_UNITS: Final[Mapping[str, int]] = MappingProxyType(
-    {
-        "": 1,
-        "K": 1000,
-        **{unit: 10 ** (3 * power) for power, unit in enumerate("kMGTP", 1)},
-        **{f"{unit}i": 1024**power for power, unit in enumerate("KMGTP", 1)},
-    }
-)
+_UNITS: Final[Mapping[str, int]] = MappingProxyType({**UNITS, "K": 1000})
 MOST_TARGET_PORTS: Final = 8
 
 
