@@ -165,8 +165,6 @@ def test_conversations_are_told_apart() -> None:
 
 # -- faults that must be caught ------------------------------------------------------------------------
 
-add_message = identity_module.add_message
-
 
 def length_first(identity: bytearray, items: Any, media: Any) -> None:
     identity += len(bytes(items)).to_bytes(4, "little")
@@ -179,15 +177,16 @@ def as_other_role(identity: bytearray, content: Any, media: Any) -> None:
     )
 
 
-def with_role_last(identity: bytearray, message: Any, media: Any) -> None:
-    add_message(identity, identity_module.Message(content=message.content), media)
-    identity += bytes(message.role)
+def with_roles_last(identity: bytearray, messages: Any, media: Any) -> None:
+    for message in messages:
+        identity_module.add_message(identity, identity_module.Message(content=message.content), media)
+        identity += bytes(message.role)
 
 
 FAULTS: dict[str, tuple[str, Any, str, Any]] = {
     "instructions not as system": ("alike", openai_module, "add_system", as_other_role),
     "system not as a message": ("alike", anthropic_module, "add_system", as_other_role),
-    "role after content": ("alike", anthropic_module, "add_message", with_role_last),
+    "role after content": ("alike", anthropic_module, "add_messages", with_roles_last),
     "cache marks enter": ("blocks", identity_module, "_without_cache_control", lambda part: part),
     "length of the items first": ("items", openai_module, "add_items", length_first),
     "no end of results": ("apart", identity_module, "_END", b""),
