@@ -2,7 +2,7 @@
 # Another interpreter: make PYTHON=/path/to/python3 ...
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-go check bench bench-transport h2spec fuzz soak proto docs lock clean distclean
+.PHONY: help demo test test-slow test-go test-cluster control-plane check bench bench-transport h2spec fuzz soak proto docs lock clean distclean
 .DELETE_ON_ERROR:
 
 PY := .venv/bin/python
@@ -16,13 +16,19 @@ demo: $(DEV) $(ENVOY)  ## Envoy's round robin against Warmroute on 8 simulated e
 	.venv/bin/warmroute demo $(ARGS)
 
 test: $(DEV) $(ENVOY)  ## all tests that take no minutes, real Envoy included (ARGS="-k name", ...)
-	.venv/bin/pytest tests e2e -n 2 --dist loadscope --no-loadscope-reorder -m "not slow and not go" $(ARGS)
+	.venv/bin/pytest tests e2e -n 2 --dist loadscope --no-loadscope-reorder -m "not slow and not go and not cluster" $(ARGS)
 
 test-slow: $(DEV) $(ENVOY)  ## the tests that take minutes (having none is no failure: pytest says so by 5)
-	.venv/bin/pytest tests e2e -m "slow and not go" $(ARGS) || [ $$? -eq 5 ]
+	.venv/bin/pytest tests e2e -m "slow and not go and not cluster" $(ARGS) || [ $$? -eq 5 ]
 
 test-go: $(DEV)  ## the tests that need Go: h2spec, the transport benchmark
-	.venv/bin/pytest tests e2e -m go $(ARGS)
+	.venv/bin/pytest tests e2e -m "go and not cluster" $(ARGS)
+
+test-cluster: $(DEV) $(ENVOY)  ## the tests against a real Kubernetes control plane, which Go builds once (minutes)
+	.venv/bin/pytest e2e -m cluster $(ARGS)
+
+control-plane: $(DEV)  ## build that control plane (make test-cluster does so too)
+	$(PY) tools/control_plane.py build
 
 check: $(DEV)  ## format, lint, types, import contracts, freshness of generated files
 	.venv/bin/ruff format --check .
@@ -31,6 +37,8 @@ check: $(DEV)  ## format, lint, types, import contracts, freshness of generated 
 	.venv/bin/lint-imports
 	$(PY) tools/proto.py --check
 	$(PY) tools/docs.py --check
+	$(PY) tools/manifests.py --check
+	$(PY) tools/chart.py --check
 
 bench: $(DEV)  ## the budgets, measured on this machine (ARGS="--only SECTION", ...)
 	$(PY) benchmarks/run.py $(ARGS)
@@ -51,8 +59,10 @@ soak: $(DEV)  ## many streams, ended in every way: memory flat, nothing left ove
 proto: $(DEV)  ## generate epp/wire from proto/
 	$(PY) tools/proto.py
 
-docs: $(DEV)  ## write docs/flags.md, metrics.md and plugins.md from the code
+docs: $(DEV)  ## write what is made from the code: pages under docs/, files of the chart, Envoy's configuration
 	$(PY) tools/docs.py
+	$(PY) tools/manifests.py
+	$(PY) tools/chart.py
 
 lock: .venv-lock/.locked  ## write requirements/*.txt from pyproject.toml (ARGS=--upgrade for the newest versions)
 	.venv-lock/bin/python tools/lock.py .venv-lock/bin/uv $(ARGS)

@@ -70,6 +70,8 @@ class StandIn:
         model = asked["model"]
         return Routed(time.monotonic(), placement, Api.CHAT, model, model)
 
+    def gone(self, raw: RawRequest) -> None: ...
+
     def observe(self, ticket: TicketId, fact: AnswerFact) -> Edits:
         return ()
 

@@ -4,6 +4,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from e2e.conftest_kube import control_plane as control_plane
+from e2e.conftest_kube import definitions_of_others as definitions_of_others
+from e2e.conftest_kube import mortal_plane as mortal_plane
+from e2e.conftest_kube import namespace as namespace
 from e2e.pages import FLAGS, complaints, on, settled
 from e2e.questions import MODEL
 from epp.lab.envoy import find_envoy

@@ -41,6 +41,16 @@ async def figures(picker: Picker) -> Figures:
     return found
 
 
+async def samples(picker: Picker, name: str) -> list[tuple[Mapping[str, str], float]]:
+    """Labels and value of each sample of one metric, without prefix."""
+    return [
+        (sample.labels, sample.value)
+        for family in text_string_to_metric_families(await picker.metrics())
+        for sample in family.samples
+        if sample.name == names.METRIC_PREFIX + name
+    ]
+
+
 async def total(picker: Picker, name: str) -> float:
     return sum((await figures(picker)).get(name, []))
 
@@ -99,5 +109,5 @@ async def decisions(picker: Picker, last: int = 256, **query: str) -> dict[str, 
 
 def complaints(picker: Picker) -> list[str]:
     """Lines of the log that tell of a fault in the picker itself."""
-    marks = ("Traceback", "stacktrace", "never retrieved", "was never awaited", '"level":"error"')
+    marks = ("Traceback", "stacktrace", "never retrieved", "was never awaited", '"level": "error"')
     return [line for line in picker.child.log_path.read_text().splitlines() if any(m in line for m in marks)]

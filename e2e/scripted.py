@@ -151,7 +151,7 @@ async def scripted_gateway(
 
 def _transport(transport: str, stream: Any, counts: StreamCounts, budget: BodyBudget) -> Transport:
     health = Health()
-    health.synced()
+    health.pool_known(True)
     if transport == GRPCIO:
         return GrpcioTransport(stream, counts, Limits().body_bytes, health=health)
     post = asyncio.get_running_loop().call_soon_threadsafe

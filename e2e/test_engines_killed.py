@@ -16,7 +16,7 @@ from e2e.questions import MODEL, Outcome, Question, ask, openai_client, text_of
 from epp.lab.stack import HOST, LabEngines, Picker, Stack
 from epp.lab.workload import Fleet
 from epp.payload.records import Api
-from epp.runtime.options import TRANSPORTS
+from epp.runtime.options import OWN, TRANSPORTS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -181,5 +181,6 @@ async def test_two_engines_die_under_load(stack: Stack) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("stack", [OWN], indirect=True)
 async def test_engines_die_all_the_time(stack: Stack) -> None:
     await engines_die_under_load(stack, 2000, every_s=5.0, down_s=2.5)

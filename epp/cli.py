@@ -139,7 +139,7 @@ def _serve(**values: Any) -> None:
         if options.validate_only:
             validate(options, tracing)
         else:
-            serve(options, tracing)
+            serve(options, tracing, os.environ)
 
     run(action)
 

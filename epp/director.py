@@ -8,8 +8,9 @@ as live traffic (with `InferenceRequest.chains` in place of bodies).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from operator import methodcaller
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from epp import names
 from epp.errors import BadRequest, NoEndpoints, RequestError
 from epp.flow.objectives import Objectives
+from epp.kvcache.burst import BurstNeed, BurstPlace
 from epp.payload.apis import DEFAULT_PARSERS, DIALECTS, ParserSet
 from epp.payload.records import Headers, InferenceRequest, RawRequest
 from epp.payload.render import RenderNeed, with_tokens
@@ -45,6 +47,7 @@ from epp.scheduling.records import (
     Completed,
     Edits,
     Ended,
+    FactKey,
     Facts,
     FirstToken,
     Leg,
@@ -59,10 +62,13 @@ from epp.scheduling.records import (
 DEFAULT_FLOW = "default-flow"
 TIMED_EVERY = 64
 
-Need = RenderNeed
-"""Input or output that a request needs before it can be placed. Has `timeout_s`."""
+Need = RenderNeed | BurstNeed
+"""What a request has to wait for before it can be placed. Has `timeout_s`."""
 
-NeedResult = bytes | Exception
+Found = bytes | BurstPlace
+"""What a need is fulfilled by: the answer of a `RenderNeed`, the place that a `BurstNeed` led to."""
+
+NeedResult = Found | Exception
 """What came of a need."""
 
 
@@ -79,6 +85,7 @@ class Prepared(msgspec.Struct, frozen=True):
         body: what to forward in place of the client's body; None = unchanged.
         remove_headers: request headers that no longer describe the body.
         body_bytes: size as received.
+        facts: what its needs came to, for the plugins that read them.
     """
 
     request_id: str
@@ -94,6 +101,7 @@ class Prepared(msgspec.Struct, frozen=True):
     attributes: Attributes = NO_ATTRIBUTES
     rewrite: Rewrite | None = None
     needs: tuple[Need, ...] = ()
+    facts: tuple[tuple[FactKey, BurstPlace], ...] = ()
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -130,6 +138,12 @@ class Needing(Protocol):
     def need(self, parsed: Parsed) -> Need | None: ...
 
 
+class Holding(Protocol):
+    """A plugin that holds requests, when all that they needed is found out."""
+
+    def hold(self, request: InferenceRequest, subset: tuple[str, ...] | None) -> BurstNeed | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Plugins:
     """What the configuration chose. Those of a kind run in their order.
@@ -146,6 +160,7 @@ class Plugins:
     rewrites: RewriteRules = RewriteRules()
     request_hooks: tuple[RequestHook, ...] = ()
     needing: tuple[Needing, ...] = ()
+    holding: tuple[Holding, ...] = ()
     admission: Admitter | None = None
     screeners: tuple[Screener, ...] = ()
     producers: tuple[DataProducer, ...] = ()
@@ -237,11 +252,17 @@ class Director:
                 rewritten = rewrite_model(parsed, target)
                 body, remove_headers = rewritten.body, rewritten.remove_headers
                 request = msgspec.structs.replace(request, target_model=target)
+        subset = raw.subset if self._use_subset else None
+        needs: tuple[Need, ...] = ()
+        if plugins.needing and raw.body_shown:
+            needs = self._needs(plugins.needing, methodcaller("need", parsed))
+        if plugins.holding and not needs:
+            needs = self._needs(plugins.holding, methodcaller("hold", request, subset))
         return Prepared(
             request_id=raw.request_id,
             request=request,
             flow=raw.header(*names.FAIRNESS_ID) or attributes.get(AGENT_IDENTITY) or DEFAULT_FLOW,
-            subset=raw.subset if self._use_subset else None,
+            subset=subset,
             body=body,
             remove_headers=remove_headers,
             body_bytes=len(raw.body),
@@ -250,7 +271,7 @@ class Director:
             priority=plugins.objectives.priority(raw.header(*names.OBJECTIVE)),
             attributes=attributes,
             rewrite=rewrite,
-            needs=self._needs(parsed, plugins) if plugins.needing and raw.body_shown else (),
+            needs=needs,
         )
 
     def _attributes(self, raw: RawRequest, plugins: Plugins) -> Attributes:
@@ -262,11 +283,11 @@ class Director:
                 self._recorder.plugin_failed(hook, error)
         return found
 
-    def _needs(self, parsed: Parsed, plugins: Plugins) -> tuple[Need, ...]:
+    def _needs(self, plugins: Sequence[Any], ask: Callable[[Any], Need | None]) -> tuple[Need, ...]:
         needs: list[Need] = []
-        for plugin in plugins.needing:
+        for plugin in plugins:
             try:
-                need = plugin.need(parsed)
+                need = ask(plugin)
             except Exception as error:
                 self._recorder.plugin_failed(plugin, error)
             else:
@@ -275,19 +296,26 @@ class Director:
         return tuple(needs)
 
     def satisfied(self, prepared: Prepared, results: Sequence[NeedResult]) -> Prepared:
-        """The request with what it needed to know, and without needs; one result for each, in order.
+        """The request with what it needed to know; one result for each need, in order.
 
-        A need that failed leaves the request as it was. Whatever plugins are in use by now.
+        It has no needs any more, but where all that was needed is found out and a plugin holds it. A need
+        that failed leaves the request as it was. Whatever plugins are in use by now.
         """
-        request = prepared.request
+        request, facts = prepared.request, prepared.facts
         for need, result in zip(prepared.needs, results, strict=True):
             try:
                 if isinstance(result, Exception):
                     raise result
-                request = with_tokens(request, result)
+                if isinstance(need, BurstNeed):
+                    facts += ((need.key, cast(BurstPlace, result)),)
+                else:
+                    request = with_tokens(request, cast(bytes, result))
             except Exception as error:  # an answer that breaks its reader costs no request either
                 self._recorder.need_failed(need, error)
-        return msgspec.structs.replace(prepared, request=request, needs=())
+        needs: tuple[Need, ...] = ()
+        if self.plugins.holding and not any(isinstance(need, BurstNeed) for need in prepared.needs):
+            needs = self._needs(self.plugins.holding, methodcaller("hold", request, prepared.subset))
+        return msgspec.structs.replace(prepared, request=request, needs=needs, facts=facts)
 
     # -- the choice -------------------------------------------------------------------------------
 
@@ -305,7 +333,7 @@ class Director:
             prepared.request,
             self._store.view,
             self._ledger.load,
-            {},
+            dict(prepared.facts) if prepared.facts else {},
             now,
             self._draw,
             clock,
@@ -459,7 +487,7 @@ class Director:
 def _without_content(prepared: Prepared) -> Prepared:
     """What is kept until the answer ends: nothing as large as a body, since no account is charged for it."""
     request = msgspec.structs.replace(prepared.request, prompts=())
-    return msgspec.structs.replace(prepared, request=request, body=None, needs=())
+    return msgspec.structs.replace(prepared, request=request, body=None, needs=(), facts=())
 
 
 def _uncached_tokens(request: InferenceRequest, facts: Facts, slot: int) -> int:
@@ -467,5 +495,5 @@ def _uncached_tokens(request: InferenceRequest, facts: Facts, slot: int) -> int:
     cached = 0
     for fact in facts.values():
         if isinstance(fact, PrefixMatch):
-            cached = max(cached, int(fact.blocks[slot]) * fact.block_tokens)
+            cached = max(cached, fact.cached(slot) * fact.block_tokens)
     return max(request.prompt_tokens - cached, 0)

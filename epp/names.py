@@ -65,6 +65,30 @@ REJECTED_SHUTTING_DOWN: Final = "rejected-shutting-down"
 ROLE_LABEL: Final = "llm-d.ai/role"
 ENGINE_LABELS: Final = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
 
+# Pod annotation with the target ports that serve. The older key follows its new name; the new one wins.
+ACTIVE_PORTS: Final = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
+
+# Conditions of objectives and rewrites.
+ACCEPTED: Final = "Accepted"
+CONFLICTED: Final = "Conflicted"
+
+# API groups, versions, kinds and resources of the pool and of what is said about its requests.
+POOL_GROUP: Final = "inference.networking.k8s.io"
+LLM_D_GROUP: Final = "llm-d.ai"
+LEGACY_INFERENCE_GROUP: Final = "inference.networking.x-k8s.io"
+POOL_VERSION: Final = "v1"
+POLICY_VERSION: Final = "v1alpha2"
+POOL_KIND: Final = "InferencePool"
+OBJECTIVE_KIND: Final = "InferenceObjective"
+MODEL_REWRITE_KIND: Final = "InferenceModelRewrite"
+POOL_RESOURCE: Final = "inferencepools"
+OBJECTIVE_RESOURCE: Final = "inferenceobjectives"
+MODEL_REWRITE_RESOURCE: Final = "inferencemodelrewrites"
+
+# What a pool's `appProtocol` may say.
+HTTP_PROTOCOL: Final = "http"
+H2C_PROTOCOL: Final = "kubernetes.io/h2c"
+
 # gRPC.
 EXT_PROC_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 EXT_PROC_METHOD: Final = f"/{EXT_PROC_SERVICE}/Process"

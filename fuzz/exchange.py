@@ -74,6 +74,9 @@ class Router:
             return None
         return self.outcome()
 
+    def gone(self, raw: RawRequest) -> None:
+        assert self.waiting, "nobody waits"
+
     def observe(self, ticket: TicketId, fact: AnswerFact) -> Edits:
         assert not self.ended[ticket], f"{fact} after the end"
         self.ended[ticket] += isinstance(fact, Ended)

@@ -7,27 +7,44 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from epp.lab import stack
+
 # The same examples in every run, so that a run that fails can be repeated.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.load_profile("repeatable")
 
 
+_LONG = ("e2e", "component")
+"""Folders whose tests start processes and wait for them, the longest first."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that run tests beside each other take their ports from ranges of their own."""
+    worker = getattr(config, "workerinput", None)
+    if worker is not None:
+        share = len(stack.PORTS) // worker["workercount"]
+        begin = share * int(worker["workerid"].removeprefix("gw"))
+        stack.PORTS = stack.PORTS[begin : begin + share]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What listens on ports stands first: it is one long piece of work, and is to begin at once."""
-    items.sort(key=lambda item: not _listens(item.nodeid))
+    """The longest pieces of work stand first: they are to begin at once."""
+    rank = {folder: place - len(_LONG) for place, folder in enumerate(_LONG)}
+    items.sort(key=lambda item: rank.get(_folder(item.nodeid), 0))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    return _FilesAndSockets(config, log)
+    return _FilesAndFolders(config, log)
 
 
-class _FilesAndSockets(LoadScopeScheduling):
-    """A file goes to one process as a whole; all that listen on ports go to the same: two would take ports
-    from each other."""
+class _FilesAndFolders(LoadScopeScheduling):
+    """A file goes to one process as a whole, and so do all of `e2e`, which share engines and gateways, and
+    all of `tests/component`: two of a kind at once would keep each other waiting."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "sockets" if _listens(nodeid) else nodeid.partition("::")[0]
+        folder = _folder(nodeid)
+        return folder if folder in _LONG else nodeid.partition("::")[0]
 
 
-def _listens(nodeid: str) -> bool:
-    return PurePath(nodeid.partition("::")[0]).parent.name in ("component", "e2e")
+def _folder(nodeid: str) -> str:
+    return PurePath(nodeid.partition("::")[0]).parent.name

@@ -46,10 +46,16 @@ class Serve:
 @contextmanager
 def serve(folder: Path, ports: Sequence[int], *flags: str) -> Iterator[Serve]:
     """`warmroute serve` with endpoints from a file; `folder` takes its files and its log."""
+    with serve_with(folder, "--config-file", str(_config(folder, ports)), *flags) as picker:
+        yield picker
+
+
+@contextmanager
+def serve_with(folder: Path, *flags: str) -> Iterator[Serve]:
+    """`warmroute serve` whose endpoints these flags tell; `folder` takes its log."""
     grpc_port, health_port, metrics_port = free_ports(3)
     command = [
         *(sys.executable, "-c", "from epp.cli import main; main()", "serve"),
-        *("--config-file", str(_config(folder, ports))),
         *("--grpc-host", "127.0.0.1", "--grpc-port", str(grpc_port), "--grpc-health-port", str(health_port)),
         *("--metrics-port", str(metrics_port), "--admin-port", "0", "--secure-serving=false"),
         *("--drain-timeout", "0", "--metrics-endpoint-auth=false", *flags),

@@ -19,7 +19,8 @@ from epp.config.reference import parameters
 from epp.config.registry import Registry, built_in_registry
 from epp.config.resolve import DEFAULT_SCORERS
 from epp.config.spec import Kind, PluginSpec
-from epp.director import Director
+from epp.director import Director, Need
+from epp.kvcache.burst import BurstNeed, BurstPlace
 from epp.payload.records import RawRequest, Usage
 from epp.pool.ledger import InflightLedger
 from epp.pool.metrics_page import EngineSample, LoraSample
@@ -214,7 +215,10 @@ class Bench:
         director, placements = self.director, []
         for raw in raws:
             now = time.monotonic()
-            placements.append(picker.placed(director.submit(director.prepare(raw, now), now)))
+            prepared = director.prepare(raw, now)
+            if prepared.needs:
+                prepared = director.satisfied(prepared, [_window_of_one(need) for need in prepared.needs])
+            placements.append(picker.placed(director.submit(prepared, now)))
         return placements
 
     def _answer(self, placements: Iterable[Placement]) -> None:
@@ -229,6 +233,14 @@ class Bench:
             if reported:
                 director.report(placement.ticket, completed)
             director.observe(placement.ticket, Ended(Cause.NATURAL, usage, 100, 26_000), now)
+
+
+def _window_of_one(need: Need) -> BurstPlace:
+    """Of a window that is over when its first request has come."""
+    assert isinstance(need, BurstNeed)
+    window, _ = need.producer.enter(need.held)
+    need.producer.settle(window)
+    return need.held.place
 
 
 def _endpoints(count: int) -> list[Endpoint]:

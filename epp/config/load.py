@@ -206,6 +206,7 @@ def _plugins(loaded: LoadedConfig, built: Mapping[str, Any]) -> Plugins:
         admission=LegacyAdmission(built[loaded.detector]),
         request_hooks=tuple(_having("read", every)),
         needing=tuple(_exact_tokens(every)),
+        holding=tuple(_having("hold", every)),
         screeners=tuple(_having("screen", every)),
         producers=tuple(_having("produce", (built[name] for name in loaded.producers))),
         admitters=tuple(_having("admit", every)),

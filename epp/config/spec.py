@@ -147,13 +147,18 @@ class HttpSourceSpec:
     """Fetch `scheme://endpoint/path` from every endpoint, every `interval_s` where it is set.
 
     Attributes:
+        subject: what is fetched, for people.
+        least_interval_s: no more often where `interval_s` is not set.
         port: instead of the endpoint's own.
+        use_node_address: ask at the address of the endpoint's node, where that is known.
         insecure_skip_verify: take any certificate. Otherwise it is verified with the authorities in
             `ca_cert_path`, or those of the system.
         client_cert_path, client_key_path: the picker's own certificate.
     """
 
     type: ClassVar[str]
+    subject: ClassVar[str]
+    least_interval_s: ClassVar[float] = 0.0
     scheme: str = "http"
     path: str = "/"
     insecure_skip_verify: bool = True
@@ -162,6 +167,7 @@ class HttpSourceSpec:
     ca_cert_path: str | None = None
     client_cert_path: str | None = None
     client_key_path: str | None = None
+    use_node_address: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +175,35 @@ class MetricsSourceSpec(HttpSourceSpec):
     """The engines' metrics pages. Where the path is the usual one, that of each endpoint's engine counts."""
 
     type: ClassVar[str] = "metrics-data-source"
+    subject: ClassVar[str] = "metrics"
     path: str = METRICS_PATH
 
 
 @dataclass(frozen=True, slots=True)
 class ModelsSourceSpec(HttpSourceSpec):
-    """The engines' lists of models."""
+    """The engines' lists of models, which change when adapters are loaded, not from request to request."""
 
     type: ClassVar[str] = "models-data-source"
+    subject: ClassVar[str] = "models"
+    least_interval_s: ClassVar[float] = 5.0
     path: str = "/v1/models"
+
+
+DCGM_PORT: Final = 9400
+
+
+@dataclass(frozen=True, slots=True)
+class DcgmSourceSpec(HttpSourceSpec):
+    """The pages of NVIDIA's DCGM exporter, beside each engine or one for each node.
+
+    The exporter itself looks at the GPUs every 30 s, unless it is told otherwise.
+    """
+
+    type: ClassVar[str] = "dcgm-data-source"
+    subject: ClassVar[str] = "GPU metrics"
+    least_interval_s: ClassVar[float] = 1.0
+    path: str = METRICS_PATH
+    port: int | None = DCGM_PORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +223,14 @@ class ModelsExtractorSpec:
     type: ClassVar[str] = "models-data-extractor"
 
 
-ExtractorSpec = MetricsExtractorSpec | ModelsExtractorSpec
+@dataclass(frozen=True, slots=True)
+class DcgmExtractorSpec:
+    """Pages of GPUs are read as they are; there is nothing to choose."""
+
+    type: ClassVar[str] = "dcgm-extractor"
+
+
+ExtractorSpec = MetricsExtractorSpec | ModelsExtractorSpec | DcgmExtractorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,3 +39,15 @@ def chain_keys(root: int, prompt: bytes, block_bytes: int, max_blocks: int) -> l
         key = digest(block, key)
         keys.append(key)
     return keys
+
+
+def all_keys(root: int, prompt: bytes, block_bytes: int, max_blocks: int) -> list[int]:
+    """As `chain_keys`, and one more for the partial block at the end where `max_blocks` leaves room for it.
+
+    Equal last keys then mean equal prompts, as far as they are looked at.
+    """
+    keys = chain_keys(root, prompt, block_bytes, max_blocks)
+    rest = prompt[len(keys) * block_bytes :]
+    if rest and len(keys) < max_blocks:
+        keys.append(xxh3_64_intdigest(rest, keys[-1] if keys else root))
+    return keys

@@ -25,7 +25,7 @@ from epp.lab.workload import Fleet
 
 HOST = "127.0.0.1"
 _POLL_S = 0.05
-_PORTS = range(20_000, 32_000)
+PORTS = range(20_000, 32_000)
 _YIELD = 10
 _ENGINES_READY_S = 30.0
 
@@ -42,7 +42,7 @@ def free_ports(count: int) -> list[int]:
     """
     found: set[int] = set()
     while len(found) < count:
-        port = _PORTS[randbelow(len(_PORTS))]
+        port = PORTS[randbelow(len(PORTS))]
         with socket.socket() as probe, suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((HOST, port))

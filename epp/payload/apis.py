@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from epp import names
 from epp.errors import BadRequest
 from epp.payload import anthropic, generate, grpc, openai
 from epp.payload.body import Span
@@ -110,10 +111,14 @@ PASSTHROUGH: Final = DIALECTS[Api.PASSTHROUGH]
 
 
 class ParserType(msgspec.Struct, frozen=True):
-    """A parser: the APIs it reads, and the gRPC service whose other methods it lets pass unread."""
+    """A parser: the APIs it reads, and the gRPC service whose other methods it lets pass unread.
+
+    `protocols`: those of a pool (`appProtocol`) that such requests can be sent over.
+    """
 
     apis: tuple[Api, ...]
     service: str = ""
+    protocols: tuple[str, ...] = (names.HTTP_PROTOCOL, names.H2C_PROTOCOL)
 
 
 PARSERS: Final[Mapping[str, ParserType]] = MappingProxyType(
@@ -133,7 +138,9 @@ PARSERS: Final[Mapping[str, ParserType]] = MappingProxyType(
         "anthropic-parser": ParserType((Api.MESSAGES, Api.COUNT_TOKENS)),
         "vllmhttp-parser": ParserType((Api.VLLM_GENERATE,)),
         "sglanghttp-parser": ParserType((Api.SGLANG_GENERATE,)),
-        "vllmgrpc-parser": ParserType((Api.VLLM_GRPC_GENERATE, Api.VLLM_GRPC_EMBED), _VLLM_SERVICE),
+        "vllmgrpc-parser": ParserType(
+            (Api.VLLM_GRPC_GENERATE, Api.VLLM_GRPC_EMBED), _VLLM_SERVICE, (names.H2C_PROTOCOL,)
+        ),
         "passthrough-parser": ParserType((Api.PASSTHROUGH,)),
     }
 )
@@ -171,6 +178,11 @@ class ParserSet:
 
     def __reduce__(self) -> tuple[type["ParserSet"], tuple[tuple[str, ...], Estimate]]:
         return ParserSet, (self.types, self.estimate)
+
+    @property
+    def protocols(self) -> frozenset[str]:
+        """Values of a pool's `appProtocol` under which some of the parsers have something to read."""
+        return frozenset(chain.from_iterable(PARSERS[each].protocols for each in self.types))
 
     def find(self, path: str) -> Dialect | None:
         """As `dialect_of`; None where that refuses."""

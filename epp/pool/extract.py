@@ -10,11 +10,13 @@ from msgspec import Meta
 from epp import names
 from epp.errors import PageError
 from epp.pool.engines import EngineSpec
-from epp.pool.metrics_page import EngineGuess, EngineSample, PageReader
+from epp.pool.metrics_page import EngineGuess, EngineSample, PageReader, SeriesReader
 from epp.pool.records import Endpoint
 from epp.pool.store import PoolStore
 
 MOST_MODELS: Final = 4096
+GPU_UTILIZATION: Final = "GPUUtilization"
+_GPU_UTIL_SERIES: Final = "DCGM_FI_DEV_GPU_UTIL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,4 +131,40 @@ class ModelLists:
         if len(models) > MOST_MODELS:
             raise PageError(f"a list of {len(models)} models; at most {MOST_MODELS} are read")
         self._store.listed_models(slot, frozenset(model.id for model in models))
+        return _AS_IT_SHOULD_BE
+
+
+class GpuPages:
+    """Reads the pages of NVIDIA's DCGM exporter: how busy the busiest GPU of an endpoint's pod is.
+
+    The attribute `GPU_UTILIZATION` becomes max(0, DCGM_FI_DEV_GPU_UTIL) / 100 over the series whose label
+    `pod` is the endpoint's pod, and those without such a label. Every series counts where the pod is unknown.
+    While a page tells nothing of the pod, the last value stays.
+
+    The formula is the field's, with its defects. Without pod labels all GPUs of a page count for every
+    endpoint that reads it: on the page of a node, those of other pods too. The label `namespace` is not
+    looked at, so pods of one name on one node are taken for one. What is no number (NaN) counts 0.
+    """
+
+    def __init__(self, store: PoolStore) -> None:
+        self._store = store
+        self._reader = SeriesReader(_GPU_UTIL_SERIES, "pod")
+
+    def path_of(self, endpoint: Endpoint) -> str | None:
+        return None
+
+    def extract(self, slot: int, endpoint: Endpoint, page: bytes, now: float) -> Extracted:
+        """Raises PageError when this is no metrics page."""
+        series = self._reader.read(page)
+        if not series:
+            return Extracted(True, f'metric "{_GPU_UTIL_SERIES}" not found in DCGM response')
+        busiest, found = 0.0, False
+        for pod, percent in series:
+            if pod is None or pod == endpoint.pod or not endpoint.pod:
+                found = True
+                busiest = percent if percent > busiest else busiest
+        if not found:
+            text = f'metric "{_GPU_UTIL_SERIES}" present but has no samples for pod "{endpoint.pod}"'
+            return Extracted(True, text)
+        self._store.learned(slot, EngineSample(attributes={GPU_UTILIZATION: busiest / 100.0}), now)
         return _AS_IT_SHOULD_BE

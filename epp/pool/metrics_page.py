@@ -28,6 +28,8 @@ _MOST_BLOCKS: Final = 10**10
 # Lines that are remembered, since they come again with every page: how many, and how long each at most.
 _REMEMBERED: Final = 256
 _REMEMBERED_BYTES: Final = 4096
+# The series of one metric on the pages of a whole fleet.
+_SERIES_REMEMBERED: Final = 2048
 
 
 class LoraSample(msgspec.Struct, frozen=True):
@@ -138,9 +140,7 @@ class PageReader:
         page = b"\n" + page
         found = _Found(page, self._wanted, self._gauges)
         if not found.lines and not _HEADER.search(page):
-            raise PageError(
-                f"not a metrics page, it starts with {page[1:41]!r}" if page[1:] else "empty page"
-            )
+            raise _no_page(page)
         kv_usage = _now(found, self._kv_usage)
         block_size, cache_tokens = self._cache(found)
         return EngineSample(
@@ -290,6 +290,41 @@ class EngineGuess:
         return next((name for name, names in self._engines if names & seen), None)
 
 
+class SeriesReader:
+    """Reads all series of one metric, each with its value of one label."""
+
+    def __init__(self, name: str, label: str) -> None:
+        self._name = name
+        self._label = label.encode()
+        self._wanted = _lines_of({name.encode()})
+        # Labels stay from page to page, only values change.
+        self._text_of = lru_cache(_SERIES_REMEMBERED)(self._text)
+
+    def read(self, page: bytes) -> list[tuple[str | None, float]]:
+        """Label (None = the series has none) and value, whatever number that is; empty without a series.
+
+        Raises:
+            PageError: this is no metrics page, or a line of the metric is none.
+        """
+        page = b"\n" + page
+        found = []
+        for match in self._wanted.finditer(page):
+            sample = _SAMPLE.match(match[2])
+            try:
+                value = float(sample[2] if sample else b"")
+            except ValueError:
+                raise PageError(f"{match[0][1:81]!r} is not a line of {self._name}") from None
+            labels = (sample[1] if sample else None) or b""
+            text_of = self._text_of if len(labels) <= _REMEMBERED_BYTES else self._text
+            found.append((text_of(labels), value))
+        if not found and not _HEADER.search(page):
+            raise _no_page(page)
+        return found
+
+    def _text(self, labels: bytes) -> str | None:
+        return _text(dict(_LABEL.findall(labels)).get(self._label))
+
+
 # -- lines --------------------------------------------------------------------------------------------
 
 
@@ -315,6 +350,11 @@ def _lines_of(names: set[bytes]) -> re.Pattern[bytes]:
     """Sample lines of these metrics: name, and what follows it."""
     either = b"|".join(re.escape(name) for name in sorted(names)) or b"(?!)"
     return re.compile(rb"\n(" + either + rb")(?=[{ \t])([^\n]*)")
+
+
+def _no_page(page: bytes) -> PageError:
+    """Of a page with the line break that is put in front of it."""
+    return PageError(f"not a metrics page, it starts with {page[1:41]!r}" if page[1:] else "empty page")
 
 
 def _declared_counter(page: bytes, at: int, name: bytes) -> bool:

@@ -25,6 +25,8 @@ class Endpoint(msgspec.Struct, frozen=True):
         uid: identity for life: pod uid and target port. A recreated pod of the same name has another.
         name, namespace: for people, labels and metrics.
         address: IP address or host name, IPv6 without brackets.
+        pod: name of its pod, which may have several endpoints; "" = unknown.
+        node_address: IP address of the pod's node; "" = unknown, as it is to files and flags.
     """
 
     uid: str
@@ -33,6 +35,8 @@ class Endpoint(msgspec.Struct, frozen=True):
     address: str
     port: int
     labels: Mapping[str, str] = msgspec.field(default_factory=dict)
+    pod: str = ""
+    node_address: str = ""
 
     @property
     def host_port(self) -> str:

@@ -18,6 +18,8 @@ FIRST_CAPACITY: Final = 16
 FAILED_SCRAPES_OUT: Final = 3
 # How long after the last sign of an answer it still counts as flowing.
 ANSWER_FLOWS_S: Final = 5.0
+# Addresses in a line of the log.
+MOST_TOLD: Final = 20
 
 # Columns of the view and what an unowned slot holds in them.
 _COLUMNS: Final[tuple[tuple[str, type[np.generic], float], ...]] = (
@@ -62,6 +64,16 @@ class Change:
 
     def __bool__(self) -> bool:
         return bool(self.joined or self.left or self.relabelled)
+
+    def told(self) -> dict[str, list[str]]:
+        """Who joined and who left, for a line of a log: the first addresses, and how many more there are."""
+        return {"joined": _some(self.joined), "left": _some(self.left)}
+
+
+def _some(endpoints: Sequence[Endpoint]) -> list[str]:
+    told = [endpoint.host_port for endpoint in endpoints[:MOST_TOLD]]
+    more = len(endpoints) - len(told)
+    return [*told, f"and {more} more"] if more else told
 
 
 class PoolStore:
@@ -130,11 +142,16 @@ class PoolStore:
         left, relabelled = [], []
         for slot, endpoint in self.roster:
             successor = wanted.get(endpoint.uid)
+            if successor is endpoint:
+                continue
             if successor is None or successor.host_port != endpoint.host_port:
                 left.append(endpoint)
                 self._leave(slot, endpoint)
             elif successor != endpoint:
                 relabelled.append(successor)
+            else:
+                # The record that is known stays: who looks for changes need not look into it.
+                wanted[endpoint.uid] = endpoint
         freed = self._free_drained()
         joined = [endpoint for uid, endpoint in wanted.items() if uid not in self._slots]
         for endpoint in joined:
@@ -210,13 +227,17 @@ class PoolStore:
         """Rewrite what changes only with membership."""
         view = self.view
         owners: list[Endpoint | None] = [None] * view.capacity
+        host_ports = [""] * view.capacity
         for slot, endpoint in (*self._draining.items(), *self.roster):
             owners[slot] = endpoint
+            # Of a thousand endpoints most are as before: their texts are not made again.
+            same = slot < len(view.endpoints) and view.endpoints[slot] is endpoint
+            host_ports[slot] = view.host_ports[slot] if same else endpoint.host_port
         view.endpoints = tuple(owners)
-        view.host_ports = tuple(endpoint.host_port if endpoint else "" for endpoint in owners)
+        view.host_ports = tuple(host_ports)
         # A member comes after the removed endpoint whose address it may have inherited.
-        view.by_host_port = {view.host_ports[slot]: slot for slot in self._draining}
-        view.by_host_port.update((endpoint.host_port, slot) for slot, endpoint in self.roster)
+        view.by_host_port = {host_ports[slot]: slot for slot in self._draining}
+        view.by_host_port.update((host_ports[slot], slot) for slot, _ in self.roster)
         view.epoch += 1
 
     # -- what is heard of an endpoint -------------------------------------------------------------

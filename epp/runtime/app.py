@@ -7,11 +7,13 @@ import random
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
@@ -30,7 +32,7 @@ from epp.pool.records import Endpoint
 from epp.pool.store import FIRST_CAPACITY, PoolStore
 from epp.runtime.admin import CONFIG_PATH, JSON, SIGNALS_PATH, TEXT, Page, admin_app, start_admin
 from epp.runtime.decoder import Decoder
-from epp.runtime.discovery import FileDiscovery, endpoints_from_flags
+from epp.runtime.discovery import FileDiscovery
 from epp.runtime.gauges import Gauges
 from epp.runtime.grpcio import GrpcioTransport
 from epp.runtime.health import Health
@@ -38,6 +40,7 @@ from epp.runtime.health_calls import health_methods
 from epp.runtime.health_grpcio import GrpcioHealthServer
 from epp.runtime.health_server import HealthServer
 from epp.runtime.legacy_metrics import LegacyMetrics
+from epp.runtime.members import find_members, in_kubernetes
 from epp.runtime.metrics import Metrics
 from epp.runtime.metrics_server import check_metrics_tls, serve_metrics
 from epp.runtime.options import GRPCIO, Options
@@ -53,7 +56,11 @@ from epp.runtime.timed_stream import TimedStream
 from epp.runtime.tls import Certificates
 from epp.runtime.tracing_setup import MakeRouter, TracingSetup, router_maker
 from epp.runtime.transport import StreamCounts, Transport
+from epp.runtime.windows import Windows
 from epp.signals import Signals
+
+if TYPE_CHECKING:
+    from epp.runtime.in_cluster import InCluster
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +97,7 @@ class App:
 
     Attributes:
         running: the configuration in use.
+        environment: says where Kubernetes is, in a pod.
         streams: ext-proc streams opened so far.
     """
 
@@ -107,6 +115,7 @@ class App:
     budget: BodyBudget
     limits: Limits
     renders: Renders
+    environment: Mapping[str, str] = field(default_factory=dict)
     streams: int = 0
 
     # -- building ---------------------------------------------------------------------------------
@@ -156,10 +165,10 @@ class App:
                 time.monotonic,
                 scraper.busy,
                 scored=store.view if options.emit_endpoint_scores else None,
-                perform=renders,
+                perform=Windows(renders),
             ),
             scraper=scraper,
-            health=Health(),
+            health=Health(leader_only=options.ha_enable_leader_election),
             budget=BodyBudget(limits.held_bytes),
             limits=limits,
             renders=renders,
@@ -197,19 +206,23 @@ class App:
             stack.push_async_callback(self.renders.close)
             stack.callback(self.router.close)
             certificates = self._certificates()
-            transport = await self._listen(stack, certificates)
+            cluster = await self._cluster(stack)
+            transport = await self._listen(stack, certificates, cluster)
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(self.scraper.run()), tasks.create_task(self._upkeep())]
                 if discovery is not None:
                     background.append(tasks.create_task(discovery.run()))
+                if cluster is not None:
+                    background.append(tasks.create_task(cluster.run()))
+                else:
+                    self.health.pool_known(True)
                 if self.options.config_file and self.options.watch_config_file:
                     background.append(tasks.create_task(self.config_file().follow()))
                 if certificates is not None and self.options.enable_cert_reload:
                     background.append(tasks.create_task(certificates.follow()))
-                self.health.synced()
                 log.info("serving", extra={"grpc_port": self.options.grpc_port})
                 await stop.get()
-                await self._drain(transport, stop)
+                await self._drain(transport, stop, cluster)
                 for task in background:
                     task.cancel()
 
@@ -239,32 +252,28 @@ class App:
         return Certificates(options.cert_path, options.tls_rules) if options.secure_serving else None
 
     def _discovery(self) -> FileDiscovery | None:
-        spec, flags = self.assembly.discovery, self.options.endpoint
-        if spec is not None and flags:
-            raise ConfigError(
-                "--endpoint", Problem("", "give endpoints as flags or by file-discovery, not both")
-            )
-        if spec is None:
-            if not flags:
-                raise _no_endpoints(self.options)
-            self.set_endpoints(endpoints_from_flags(flags))
+        return find_members(self.options, self.assembly.discovery, self.set_endpoints, self.discovery_failed)
+
+    async def _cluster(self, stack: AsyncExitStack) -> "InCluster | None":
+        if not in_kubernetes(self.options, self.assembly.discovery):
             return None
-        discovery = FileDiscovery(spec.path, spec.watch, self.set_endpoints, self.discovery_failed)
-        self.set_endpoints(discovery.load())
-        return discovery
+        from epp.runtime.in_cluster import InCluster, Tells  # what it needs takes half a second to load
+
+        tells = Tells(
+            endpoints=self.set_endpoints,
+            policies=lambda policies: self.running.follow(policies, self.director),
+            running=self.running,
+        )
+        cluster = await InCluster.connect(self.options, self.environment, self.health, tells)
+        stack.push_async_callback(cluster.close)
+        return cluster
 
     def set_endpoints(self, endpoints: Sequence[Endpoint]) -> None:
         """Make these the pool's members."""
         change = self.store.sync(endpoints, time.monotonic())
         self.ledger.resize(self.store.view.capacity)
         if change:
-            log.info(
-                "endpoints changed",
-                extra={
-                    "joined": [e.host_port for e in change.joined],
-                    "left": [e.host_port for e in change.left],
-                },
-            )
+            log.info("endpoints changed", extra=change.told())
 
     def discovery_failed(self, message: str) -> None:
         self.metrics.counter("config_discovery_errors_total").inc()
@@ -293,7 +302,9 @@ class App:
             self._http2_fault,
         )
 
-    async def _listen(self, stack: AsyncExitStack, certificates: Certificates | None) -> Transport:
+    async def _listen(
+        self, stack: AsyncExitStack, certificates: Certificates | None, cluster: "InCluster | None" = None
+    ) -> Transport:
         """Open all ports, ext-proc last; `stack` closes them."""
         options = self.options
         host = options.grpc_host
@@ -309,9 +320,14 @@ class App:
                 state = from_another_thread(self.plugin_state, asyncio.get_running_loop())
                 pages = {STATE_PATH: Kept(state, time.monotonic)}
                 registry = self.metrics.registry
-                stack.callback(serve_metrics(registry, host, options.metrics_port, *tls, pages=pages))
-            if options.metrics_endpoint_auth and not options.metrics_client_ca_file:
-                log.warning("metrics are open to all: their authentication needs Kubernetes")
+                authorize = cluster.authorize() if cluster and options.metrics_endpoint_auth else None
+                stack.callback(
+                    serve_metrics(
+                        registry, host, options.metrics_port, *tls, pages=pages, authorize=authorize
+                    )
+                )
+            if options.metrics_endpoint_auth and not cluster and not options.metrics_client_ca_file:
+                log.warning("metrics are open to all: Kubernetes is not there to be asked who may read them")
         if options.admin_port:
             with _port("--admin-port", options.admin_port):
                 app = admin_app(lambda: self.recorder.decisions, self.pages())
@@ -392,12 +408,16 @@ class App:
         self.gauges.sources(self.scraper.counts)
         self.gauges.plugins(self.assembly, self.store.view, self.ledger.load, time.monotonic())
 
-    async def _drain(self, transport: Transport, stop: "asyncio.Queue[signal.Signals]") -> None:
+    async def _drain(
+        self, transport: Transport, stop: "asyncio.Queue[signal.Signals]", cluster: "InCluster | None"
+    ) -> None:
         """Health says no first; new requests are served while the proxy takes notice; then the last end.
 
-        A second signal ends at once.
+        Another replica may lead from the beginning. A second signal ends at once.
         """
         self.health.draining()
+        if cluster is not None:
+            cluster.resign()
         log.info("draining", extra={"in_flight": self.director.in_flight})
         again = asyncio.create_task(stop.get())
         await asyncio.wait([again], timeout=self.options.drain_timeout)
@@ -425,15 +445,6 @@ def _address(host: str, port: int) -> str:
     return f"[{host or '::'}]:{port}" if not host or ":" in host else f"{host}:{port}"
 
 
-def _no_endpoints(options: Options) -> ConfigError:
-    """What to do where nothing says which endpoints there are."""
-    right = "name them with --endpoint or a file-discovery plugin"
-    flag = "--endpoint-selector" if options.endpoint_selector else "--pool-name"
-    if options.endpoint_selector or options.pool_name:
-        return ConfigError(flag, Problem("", f"endpoints are not found in Kubernetes yet; {right}"))
-    return ConfigError(options.config_file or "command line", Problem("", f"no endpoints: {right}"))
-
-
 def _signals() -> "asyncio.Queue[signal.Signals]":
     """SIGTERM and SIGINT as they come."""
     came: asyncio.Queue[signal.Signals] = asyncio.Queue()
@@ -454,8 +465,14 @@ def validate(options: Options, tracing: TracingSetup | None = None) -> None:
     log.info("flags, configuration, endpoints and certificates are right")
 
 
-def serve(options: Options, tracing: TracingSetup | None = None) -> None:
-    """Run the picker until it is told to stop. `tracing`: make spans of requests.
+def serve(
+    options: Options,
+    tracing: TracingSetup | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Run the picker until it is told to stop.
+
+    `tracing`: make spans of requests. `environment`: says where Kubernetes is, in a pod.
 
     Raises:
         ConfigError, OSError: as `App.run`.
@@ -467,6 +484,7 @@ def serve(options: Options, tracing: TracingSetup | None = None) -> None:
     try:
         with router_maker(tracing) as make_router:
             app = App.assemble(options, loaded, make_router)
+            app.environment = environment
             gc.collect()
             # What was built at the start lives to the end; the collector need not look at it again.
             gc.freeze()

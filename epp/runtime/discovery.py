@@ -150,7 +150,7 @@ class _Entries:
         if name is None or namespace is None or address is None:
             return []
         return [
-            self.add(field_path, Endpoint("", name + suffix, namespace, address, port, labels), name)
+            self.add(field_path, Endpoint("", name + suffix, namespace, address, port, labels, name), name)
             for field_path, suffix, port in ports
         ]
 
@@ -299,6 +299,7 @@ def endpoints_from_flags(values: Sequence[str]) -> list[Endpoint]:
                 DEFAULT_NAMESPACE,
                 parse_address(host[1:-1] if bracketed else host),
                 parse_port(port),
+                pod=name,
             )
         except ValueError as error:
             problems.append(Problem(repr(value), str(error)))

@@ -51,6 +51,18 @@ def target_ports(values: Iterable[str]) -> tuple[int, ...]:
     return tuple(ports)
 
 
+_LABEL_NAME: Final = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_LABEL: Final = re.compile(rf"(?:[a-z0-9](?:[-a-z0-9.]{{0,251}}[a-z0-9])?/)?{_LABEL_NAME}=(?:{_LABEL_NAME})?")
+
+
+def selector_fault(text: str) -> str:
+    """What is wrong with a selector, labels that must all be there: `key=value,key=value`; empty: nothing."""
+    for part in text.split(","):
+        if not _LABEL.fullmatch(part.strip()):
+            return f"{part!r} is no label; write key=value, and commas between several"
+    return ""
+
+
 LOG_LEVELS: Final[Mapping[str, int]] = MappingProxyType({"error": -1, "info": 0, "debug": 1})
 STACKTRACE_LEVELS: Final = ("info", "error", "panic")
 TIME_ENCODINGS: Final = ("epoch", "millis", "nano", "iso8601", "rfc3339", "rfc3339nano")

@@ -28,26 +28,35 @@ class Health:
     """Whether requests can be served. Changed on the event loop's thread, read and watched on any.
 
     `liveness` says that the process runs, whatever the pool looks like. Every other known name, and the
-    empty one, says that the pool is known and the picker is not draining. A pool known to be empty is
-    known: its requests are refused with the reason, which a proxy that takes the picker for absent cannot
-    tell.
+    empty one, says that the pool is known, that the picker leads where only a leader is to serve, and that it
+    is not draining. A pool known to be empty is known: its requests are refused with the reason, which a
+    proxy that takes the picker for absent cannot tell.
     """
 
     _READY = ("", names.READINESS, names.EXT_PROC_SERVICE, names.INFERENCE_EXTENSION)
 
-    def __init__(self) -> None:
+    def __init__(self, *, leader_only: bool = False) -> None:
+        """`leader_only`: of several pickers only the one that leads is to serve."""
         # Held while watchers are told, so that all hear the same order of changes, and nobody anything after
         # leaving. It can be taken again, because a watcher may leave when it is told.
         self._lock = RLock()
         self._watches: dict[_Watch, None] = {}
-        self._synced = False
+        self._pool_known = False
+        self._leader_only = leader_only
+        self._leads = not leader_only
         self._draining = False
         self._ended = False
 
-    def synced(self) -> None:
-        """The pool's first state is known."""
+    def pool_known(self, known: bool) -> None:
+        """Whether there is a pool that the picker can serve, and its members have been told."""
         with self._lock:
-            self._synced = True
+            self._pool_known = known
+            self._tell_all()
+
+    def leads(self, leads: bool) -> None:
+        """Whether this picker leads; of no interest unless only a leader is to serve."""
+        with self._lock:
+            self._leads = leads or not self._leader_only
             self._tell_all()
 
     def draining(self) -> None:
@@ -67,7 +76,7 @@ class Health:
 
     @property
     def ready(self) -> bool:
-        return self._synced and not self._draining
+        return self._pool_known and self._leads and not self._draining
 
     @property
     def watches(self) -> int:

@@ -16,7 +16,7 @@ from epp.payload.rewrite import Rewrite
 from epp.pool.records import Endpoint
 from epp.runtime.metrics_table import LABEL_SETS, LABEL_VALUES, OTHER, Collector, collectors
 from epp.runtime.tallies import Tallies, Tally
-from epp.scheduling.records import PREFIX_MATCH, Cause, Ended, PrefixMatch, Ticket
+from epp.scheduling.records import PREFIX_MATCH, Cause, Ended, PlannedMatch, PrefixMatch, Ticket
 
 APPROXIMATE = "approx-prefix-cache-producer"
 _ENGINES_ERROR = "ModelServerError"
@@ -184,7 +184,7 @@ class Metrics:
         of.request_bytes.observe(prepared.body_bytes)
         self._attempt(ticket.placement.serving.endpoints[0], of.values[1])
         for key, fact in ticket.facts.items():
-            if key.kind == PREFIX_MATCH:
+            if key.kind == PREFIX_MATCH and not isinstance(fact, PlannedMatch):
                 self._prefix_hit(key.producer, fact, ticket.slot)
         for leg in ticket.placement.legs:
             for timing in leg.decision.timings:

@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -14,6 +14,18 @@ from prometheus_client import CollectorRegistry, start_http_server
 from epp.errors import ConfigError, Problem
 
 log = logging.getLogger(__name__)
+
+
+class Refusal(NamedTuple):
+    """Why a request is not answered. `status`: code and phrase; `message`: for the reader, one line."""
+
+    status: str
+    message: str
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+Authorize = Callable[[str | None], Refusal | None]
+"""From a request's bearer token, None where it has none, to why it is refused; None = it is not."""
 
 
 def check_metrics_tls(cert_dir: str, client_ca_file: str) -> None:
@@ -44,11 +56,13 @@ def serve_metrics(
     cert_dir: str = "",
     client_ca_file: str = "",
     pages: Mapping[str, Callable[[], bytes]] = MappingProxyType({}),
+    authorize: Authorize | None = None,
 ) -> Callable[[], None]:
     """Serve `registry`; returns what ends it.
 
     Where `client_ca_file` is given, only to who shows a certificate that one of its authorities signed.
     `pages`: JSON documents by path; made on threads of the server.
+    `authorize`: asked for each request, whatever its path, on threads of the server; None = all may read.
 
     Raises:
         OSError: the port cannot be had, or a file cannot be read.
@@ -62,9 +76,10 @@ def serve_metrics(
         tls |= {"client_cafile": client_ca_file, "client_auth_required": True}
     server, thread = start_http_server(port, host or everywhere, registry, **tls)
     server.handle_error = _broke_off  # type: ignore[method-assign]
-    metrics = server.get_app()
-    if pages and metrics is not None:
-        server.set_app(_with_pages(metrics, pages))
+    app = server.get_app()
+    if app is not None:
+        app = _with_pages(app, pages) if pages else app
+        server.set_app(app if authorize is None else _guarded(app, authorize))
     if tls:
         # Else the handshake is made where connections are accepted, and one silent client stops all others.
         server.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
@@ -95,6 +110,29 @@ def _with_pages(metrics: WSGIApplication, pages: Mapping[str, Callable[[], bytes
         return [page]
 
     return app
+
+
+def _guarded(served: WSGIApplication, authorize: Authorize) -> WSGIApplication:
+    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        refusal: Refusal | None
+        try:
+            refusal = authorize(bearer_token(environ.get("HTTP_AUTHORIZATION", "")))
+        except Exception:
+            log.exception("who may read the metrics cannot be found out")
+            refusal = Refusal("500 Internal Server Error", "Authorization failed")
+        if refusal is None:
+            return served(environ, start_response)
+        plain = ("Content-Type", "text/plain; charset=utf-8")
+        start_response(refusal.status, [plain, ("X-Content-Type-Options", "nosniff"), *refusal.headers])
+        return [f"{refusal.message}\n".encode()]
+
+    return app
+
+
+def bearer_token(authorization: str) -> str | None:
+    """The token of an Authorization header; None where it holds none."""
+    scheme, _, token = authorization.strip().partition(" ")
+    return token.strip() or None if scheme.lower() == "bearer" else None
 
 
 def _broke_off(request: Any, client_address: Any) -> None:

@@ -266,9 +266,9 @@ TABLE: tuple[Metric, ...] = (
         "request_needs_failed_total",
         "counter",
         ("need", "reason"),
-        "Requests placed without what had to be found out (`RenderNeed`: their exact tokens): it was `late`, "
-        "`unreachable`, `refused`, `unreadable`, too much was waiting for it (`busy`), or the picker failed "
-        "(`fault`).",
+        "Requests placed without what had to be found out (`RenderNeed`: their exact tokens; `BurstNeed`: "
+        "where the others of their window go): it was `late`, `unreachable`, `refused`, `unreadable`, too "
+        "much was waiting for it (`busy`, `full`), or the picker failed (`fault`).",
     ),
     Metric(
         "ledger_overdrafts_total",

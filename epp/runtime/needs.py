@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
-from epp.director import Need, NeedResult
+from epp.director import Found, Need, NeedResult
 from epp.errors import NeedFailed
 
 LATE: Final = "late"
 
-Perform = Callable[[Need], Coroutine[Any, Any, bytes]]
+Perform = Callable[[Need], Coroutine[Any, Any, Found]]
 """Fulfils one need. Raises NeedFailed; is cancelled at the deadline."""
 
 
@@ -33,7 +33,7 @@ async def fulfil(needs: Sequence[Need], perform: Perform) -> tuple[NeedResult, .
     return results
 
 
-def _result(task: "asyncio.Future[bytes]") -> NeedResult:
+def _result(task: "asyncio.Future[Found]") -> NeedResult:
     if not task.done():
         return NeedFailed(LATE, "not there at its deadline")
     if task.cancelled():

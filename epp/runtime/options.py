@@ -19,6 +19,7 @@ from epp.runtime.flag_values import (
     Size,
     log_level,
     pool_of_pod,
+    selector_fault,
     target_ports,
 )
 from epp.runtime.tls_rules import DEFAULT_TLS_VERSION, TlsRules, named_suites, rule_problems
@@ -57,20 +58,23 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     pool_namespace: Annotated[
         str, Flag("Namespace of the InferencePool; empty: that of the environment variable NAMESPACE.")
     ] = ""
-    pool_group: Annotated[str, Flag("API group of the InferencePool.")] = "inference.networking.k8s.io"
+    pool_group: Annotated[str, Flag("API group of the InferencePool.")] = names.POOL_GROUP
     endpoint_selector: Annotated[
-        str,
-        Flag(
-            "Label selector of the engines' pods, in place of --pool-name. Refused where no other discovery "
-            "is configured: that in Kubernetes is not there yet."
-        ),
+        str, Flag("Label selector of the engines' pods, in place of --pool-name: there is no InferencePool.")
     ] = ""
     endpoint_target_ports: Annotated[
         tuple[str, ...],
-        Flag(f"Ports of the selected pods, 1 to {MOST_TARGET_PORTS}, separated by commas or repeated."),
+        Flag(
+            f"Ports of the pods of --endpoint-selector, 1 to {MOST_TARGET_PORTS}, "
+            "separated by commas or repeated."
+        ),
     ] = ()
+    kubeconfig: Annotated[
+        str, Flag("File that tells how to reach Kubernetes; empty: as a pod does, by its service account.")
+    ] = ""
     ha_enable_leader_election: Annotated[
-        bool, Flag("Refused: needs Kubernetes. Replicas serve side by side without a leader.")
+        bool,
+        Flag("Of several replicas only the leader is ready. Without it all are, and serve side by side."),
     ] = False
     grpc_host: Annotated[
         str, Flag("Address the gRPC and metrics ports listen on; empty: all, IPv4 and IPv6.")
@@ -108,7 +112,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         str, Flag("Address the admin port listens on; empty: all. Who reaches it may read all of it.")
     ] = "127.0.0.1"
     metrics_endpoint_auth: Annotated[
-        bool, Flag("Ask Kubernetes who may read /metrics. Has no effect without a cluster.")
+        bool, Flag("Ask Kubernetes who may read /metrics. Without Kubernetes all may.")
     ] = True
     legacy_metric_names: Annotated[
         bool, Flag("Show metrics under their deprecated names too, for old dashboards.")
@@ -242,11 +246,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                     "--endpoint-target-ports",
                     f"{len(ports)} ports; --endpoint-selector needs 1 to {MOST_TARGET_PORTS}",
                 )
-        if self.ha_enable_leader_election:
-            yield Problem(
-                "--ha-enable-leader-election",
-                "needs Kubernetes, which is not supported yet; leave it out: replicas serve side by side",
-            )
+        if self.endpoint_selector and (fault := selector_fault(self.endpoint_selector)):
+            yield Problem("--endpoint-selector", fault)
 
     def _metrics_problems(self) -> Iterator[Problem]:
         if self.metrics_client_ca_file and not self.metrics_cert_dir:

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from epp.config.check import Effective, effective
@@ -13,6 +13,8 @@ from epp.config.loaded import LoadedConfig
 from epp.config.spec import AT_START
 from epp.director import Director, Plugins
 from epp.errors import ConfigError
+from epp.flow.objectives import Objectives
+from epp.payload.rewrite import ModelRewrite, RewriteRules
 from epp.pool.records import PoolView
 from epp.pool.store import PoolStore
 from epp.runtime.metrics import Metrics
@@ -62,6 +64,26 @@ class Retired(NamedTuple):
     members: tuple[Member, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """Priorities by objective, and model rewrites, that do not come from the configuration file.
+
+    An objective counts in place of the file's of the same name; rewrites take precedence over the file's.
+    """
+
+    objectives: Mapping[str, int] = field(default_factory=dict)
+    rewrites: tuple[ModelRewrite, ...] = ()
+
+    def over(self, assembly: Assembly) -> Plugins:
+        """The assembly's plugins under these policies."""
+        loaded = assembly.loaded
+        return replace(
+            assembly.plugins,
+            objectives=Objectives({**loaded.objectives, **self.objectives}),
+            rewrites=RewriteRules((*self.rewrites, *loaded.model_rewrites)),
+        )
+
+
 class Running:
     """The one owner of which plugins there are.
 
@@ -69,6 +91,7 @@ class Running:
         assembly: in use, its data layer being that of the start.
         plugins: the assembly's, for the director.
         waiting: paths of what differs from `assembly` in the newest file and needs a restart.
+        heard_by: are called after another configuration has come into use.
     """
 
     def __init__(self, loaded: LoadedConfig, store: PoolStore, metrics: Metrics, clock: Clock) -> None:
@@ -80,7 +103,9 @@ class Running:
         self._started = loaded
         self._members = PluginMembers(store.view)
         self._retired: list[Retired] = []
+        self._policies = Policies()
         self.waiting: tuple[str, ...] = ()
+        self.heard_by: list[Callable[[], None]] = []
         self.assembly = build(loaded, store.view, self._secret)
         self.plugins = timed_plugins(self.assembly, metrics, clock)
         store.add_member(self._members)
@@ -105,17 +130,38 @@ class Running:
             return
         made = build(loaded, self._store.view, self._secret, self.assembly)
         waiting = self._needing_a_restart(made)
-        assembly = replace(made, discovery=self.assembly.discovery, sources=self.assembly.sources)
+        assembly = replace(
+            made,
+            plugins=self._policies.over(made),
+            discovery=self.assembly.discovery,
+            sources=self.assembly.sources,
+        )
         plugins = timed_plugins(assembly, self._metrics, self._clock)
-        retired = [*self._retired, Retired(self.plugins, self.assembly.members)]
-        self._members.use(_all_members(assembly, retired))
+        before = self.assembly
+        self._put(assembly, plugins, director)
         for change in assembly.changes:
             change()
-        self._retired = retired
-        self._tell(assembly, waiting)
-        self.assembly, self.plugins, self.waiting = assembly, plugins, waiting
-        director.plugins = plugins
+        self._tell(before, assembly, waiting)
+        self.waiting = waiting
         self._announce()
+        for hear in self.heard_by:
+            hear()
+
+    def follow(self, policies: Policies, director: Director) -> None:
+        """Put priorities and rewrite rules from elsewhere to use, in place of those that came before."""
+        if policies == self._policies:
+            return
+        self._policies = policies
+        assembly = replace(self.assembly, plugins=policies.over(self.assembly))
+        self._put(assembly, timed_plugins(assembly, self._metrics, self._clock), director)
+        self._metrics.pin(assembly.plugins.rewrites.names)
+
+    def _put(self, assembly: Assembly, plugins: Plugins, director: Director) -> None:
+        retired = [*self._retired, Retired(self.plugins, self.assembly.members)]
+        self._members.use(_all_members(assembly, retired))
+        self._retired = retired
+        self.assembly, self.plugins = assembly, plugins
+        director.plugins = plugins
         self.release(director)
 
     def release(self, director: Director) -> None:
@@ -124,9 +170,9 @@ class Running:
             self._retired = [each for each in self._retired if director.follows(each.plugins)]
             self._members.use(_all_members(self.assembly, self._retired))
 
-    def _tell(self, assembly: Assembly, waiting: tuple[str, ...]) -> None:
+    def _tell(self, before: Assembly, assembly: Assembly, waiting: tuple[str, ...]) -> None:
         """In the log: what comes into use."""
-        kept = {id(member) for member in self.assembly.members}
+        kept = {id(member) for member in before.members}
         fresh = {id(member) for member in assembly.members} - kept
         anew = [name for name, made in assembly.named.items() if id(made) in fresh]
         log.info("the configuration file is in use", extra={"starting_without_memory": anew})

@@ -7,9 +7,10 @@ from functools import partial
 
 import numpy as np
 
-from epp.director import Director, Prepared, Refusal
+from epp.director import Director, Need, Prepared, Refusal
 from epp.errors import InternalError, RequestError
 from epp.extproc.records import Refused, Routed, Scores
+from epp.kvcache.burst import BurstNeed
 from epp.payload.records import RawRequest
 from epp.pool.records import PoolView
 from epp.runtime.decoder import Decoder, is_large
@@ -47,6 +48,8 @@ class Router:
         self._scored = scored
         self._perform = perform
         self._tasks: set[asyncio.Task[None]] = set()
+        # By the identity of the request, which the task that waits for them keeps.
+        self._needs: dict[int, tuple[Need, ...]] = {}
         self._turns = Turns(clock)
 
     def route(self, raw: RawRequest, deliver: Deliver) -> Routed | Refused | None:
@@ -92,7 +95,11 @@ class Router:
         return self._place(raw, prepared)
 
     async def _route_needing(self, raw: RawRequest, prepared: Prepared, deliver: Deliver) -> None:
-        results = await fulfil(prepared.needs, self._perform)
+        self._needs[id(raw)] = prepared.needs
+        try:
+            results = await fulfil(prepared.needs, self._perform)
+        finally:
+            del self._needs[id(raw)]
         satisfied = partial(self._director.satisfied, prepared, results)
         self._turns.do(lambda: self._route_parsed(raw, satisfied, deliver))
 
@@ -111,6 +118,12 @@ class Router:
         else:
             prepare = partial(self._director.prepare_parsed, raw, parsed, received_at)
             self._turns.do(lambda: self._route_parsed(raw, prepare, deliver))
+
+    def gone(self, raw: RawRequest) -> None:
+        """See `Routes.gone`."""
+        for need in self._needs.get(id(raw), ()):
+            if isinstance(need, BurstNeed):
+                need.held.leave()
 
     def _place(self, raw: RawRequest, prepared: Prepared) -> Routed | Refused:
         now = self._clock()

@@ -13,26 +13,26 @@ from yarl import URL
 
 from epp.config.spec import (
     METRICS_PATH,
+    DcgmExtractorSpec,
     ExtractorSpec,
     HttpSourceSpec,
     MetricsExtractorSpec,
     MetricsSourceSpec,
     ModelsExtractorSpec,
-    ModelsSourceSpec,
     SourceUse,
 )
 from epp.errors import ConfigError, PageError, Problem
-from epp.pool.extract import EnginePages, Extracted, ModelLists, engine_label_keys
+from epp.pool.extract import GPU_UTILIZATION, EnginePages, Extracted, GpuPages, ModelLists, engine_label_keys
 from epp.pool.records import Endpoint
 from epp.pool.store import PoolStore
 from epp.runtime.client_tls import ClientTls
 
 MIN_INTERVAL_S: Final = 0.05
-# What an engine serves changes when adapters are loaded, not from request to request.
-MODELS_INTERVAL_S: Final = 5.0
 # Pages read together cost a third of pages read one by one: the loop wakes once for many of them. Larger
 # groups save little more and hold up requests for longer.
 GROUP_SIZE: Final = 20
+# Pages of one source, half a core's work: a larger pool is read less often, so that choosing has the rest.
+MOST_A_SECOND: Final = 1500
 # How long after the last request the short interval is kept.
 BUSY_FOR_S: Final = 5.0
 MAX_PAGE_BYTES: Final = 8 << 20
@@ -71,7 +71,8 @@ class Counts:
 
 
 class Scraper:
-    """Keeps the store's facts fresh: every `interval_s` under traffic, every `idle_interval_s` without.
+    """Keeps the store's facts fresh: every `interval_s` under traffic, every `idle_interval_s` without; less
+    often where the pool has so many endpoints that this were more than `MOST_A_SECOND`.
 
     An endpoint that does not answer holds up no other: at most one scrape of it and of each source is in
     flight, each with its own deadline. `on_error` hears of an endpoint's trouble when its kind changes, then
@@ -107,6 +108,7 @@ class Scraper:
             problem = Problem("", f"{interval_s * 1000:g}ms is too short; the least is 50ms")
             raise ConfigError("--refresh-metrics-interval", problem)
         self.counts = Counts()
+        self._store = store
         self._interval_s = interval_s
         self._idle_interval_s = max(idle_interval_s, interval_s)
         self._busy_until = -float("inf")
@@ -146,11 +148,13 @@ class Scraper:
     def interval_of(self, spec: HttpSourceSpec | None, now: float) -> float:
         """How often a source asks at present."""
         interval_s = self._interval_s
-        if isinstance(spec, ModelsSourceSpec):
-            interval_s = max(interval_s, MODELS_INTERVAL_S)
         if spec is not None and spec.interval_s is not None:
             interval_s = max(spec.interval_s, MIN_INTERVAL_S)
-        return interval_s if now < self._busy_until else max(interval_s, self._idle_interval_s)
+        elif spec is not None:
+            interval_s = max(interval_s, spec.least_interval_s)
+        if now >= self._busy_until:
+            interval_s = max(interval_s, self._idle_interval_s)
+        return max(interval_s, len(self._store.roster) / MOST_A_SECOND)
 
     async def run(self) -> None:
         """Scrape until cancelled."""
@@ -203,9 +207,9 @@ class _Poller:
         self._extractors = [(spec.type, _extractor(spec, terms.store, judges)) for spec in use.extractors]
         self._tls = ClientTls(self.spec)
         self._tls_complaint = ""
-        self._subject = "models" if isinstance(self.spec, ModelsSourceSpec) else "metrics"
         self._targets: dict[str, _Target] = {}
         self._roster: tuple[tuple[int, Endpoint], ...] = ()
+        self._missed_node = False
         self._announcing = False
         self._said = 0
         self._said_since = -float("inf")
@@ -249,13 +253,29 @@ class _Poller:
             return
         targets = {}
         for slot, endpoint in roster:
-            target, url = self._targets.get(endpoint.uid), self._url(endpoint)
-            if target is None or not target.is_at(slot, endpoint) or target.url != url:
-                target = _Target(slot, endpoint, url)
-            target.endpoint = endpoint
+            target = self._targets.get(endpoint.uid)
+            # Of a thousand endpoints most are as before: their URLs are not made again.
+            if target is None or target.slot != slot or target.endpoint is not endpoint:
+                url = self._url(endpoint)
+                if target is None or not target.is_at(slot, endpoint) or target.url != url:
+                    target = _Target(slot, endpoint, url)
+                target.endpoint = endpoint
             targets[endpoint.uid] = target
         self._targets = targets
         self._roster = roster
+        if self.spec.use_node_address and not self._missed_node:
+            self._tell_missing_node()
+
+    def _tell_missing_node(self) -> None:
+        """Say once, at the first such endpoint, what happens without the address of a node."""
+        for _, endpoint in self._roster:
+            if not endpoint.node_address:
+                self._missed_node = True
+                self._on_error(
+                    f"{self.spec.subject} of {endpoint.name}: useNodeAddress: the address of its node is not "
+                    "known, only pods of Kubernetes have one; such endpoints are asked at their own address"
+                )
+                return
 
     def _url(self, endpoint: Endpoint) -> URL:
         spec = self.spec
@@ -264,6 +284,8 @@ class _Poller:
             own = (extractor.path_of(endpoint) for _, extractor in self._extractors)
             path = next((each for each in own if each is not None), path)
         at = endpoint if spec.port is None else msgspec.structs.replace(endpoint, port=spec.port)
+        if spec.use_node_address and endpoint.node_address:
+            at = msgspec.structs.replace(at, address=endpoint.node_address)
         return URL(f"{spec.scheme}://{at.host_port}{path}")
 
     def _follow_files(self) -> None:
@@ -371,7 +393,7 @@ class _Poller:
             return False
         self._said += 1
         more = "; the same of others is not said for a while" if self._said == MOST_COMPLAINTS else ""
-        self._on_error(f"{self._subject} of {target.endpoint.name} at {target.url}: {what}{more}")
+        self._on_error(f"{self.spec.subject} of {target.endpoint.name} at {target.url}: {what}{more}")
         return True
 
 
@@ -383,3 +405,6 @@ def _extractor(spec: ExtractorSpec, store: PoolStore, judges: bool) -> Extractor
             return EnginePages(engines, default_engine, engine_label_keys(engine_label_key), learn)
         case ModelsExtractorSpec():
             return ModelLists(store)
+        case DcgmExtractorSpec():
+            store.add_attributes([GPU_UTILIZATION])
+            return GpuPages(store)

@@ -41,6 +41,10 @@ class Routes(Protocol):
         """The outcome at once, or None when `deliver` will be called with it later."""
         ...
 
+    def gone(self, raw: RawRequest) -> None:
+        """Nobody waits for the outcome any more; `deliver` is called with it all the same."""
+        ...
+
     def observe(self, ticket: TicketId, fact: AnswerFact) -> Edits: ...
 
     def report(self, ticket: TicketId, completed: Completed) -> Metadata:
@@ -58,6 +62,7 @@ class Stream:
     """
 
     __slots__ = (
+        "_awaited",
         "_clock",
         "_durations",
         "_exchange",
@@ -91,6 +96,7 @@ class Stream:
         self._wake = wake
         self.outbox: deque[bytes] = deque()
         self._inbox: deque[Event] = deque()
+        self._awaited: RawRequest | None = None
         self._running = False
         self.finished = False
         self.failure: Exception | None = None
@@ -128,9 +134,13 @@ class Stream:
         now = self._clock()
         if self._durations is not None:
             self._durations.observe(now - self._opened_at)
+        if self._awaited is not None:
+            self._routes.gone(self._awaited)
+            self._awaited = None
         self._take(Closed(now, error))
 
     def _deliver(self, outcome: Routed | Refused) -> None:
+        self._awaited = None
         try:
             self._take(outcome)
         except Exception as error:
@@ -170,7 +180,9 @@ class Stream:
                 self._observe(ticket, fact, at)
             case Route(raw):
                 outcome = self._routes.route(raw, self._deliver)
-                if outcome is not None:
+                if outcome is None:
+                    self._awaited = raw
+                else:
                     self._inbox.append(outcome)
             case Finish():
                 self.finished = True

@@ -94,20 +94,34 @@ class UtilizationFilter:
 TEST_ENDPOINT_SELECTION: Final = "test-epp-endpoint-selection"
 
 
+class HeaderBasedTestingFilterParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """Parameters of `header-based-testing-filter`.
+
+    Attributes:
+        pass_without_header: keep all for a request without the header, rather than none.
+    """
+
+    pass_without_header: bool = False
+
+
 class HeaderBasedTestingFilter:
     """`header-based-testing-filter`: keeps the endpoints that `test-epp-endpoint-selection` lists.
 
     Entries are separated by commas, each an IP address (IPv6 with or without brackets) or address and port.
     An entry without a port means the endpoint with the lowest port there. Each address counts once: a second
-    entry of it has no effect. No header: nothing is kept. For conformance tests; clients must not reach it.
+    entry of it has no effect. For conformance tests; clients must not reach it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, pass_without_header: bool = False) -> None:
+        """`pass_without_header`: keep all where the header is missing or empty, rather than none."""
         self._slots = ByMembership(_slots_by_address)
+        self._pass = pass_without_header
 
     def keep(self, ctx: Ctx, alive: Mask) -> Mask:
-        kept = np.zeros(len(alive), np.bool_)
         wanted = find_header(ctx.headers, TEST_ENDPOINT_SELECTION)
+        if not wanted and self._pass:
+            return alive
+        kept = np.zeros(len(alive), np.bool_)
         if not wanted:
             return kept
         slots = self._slots.of(ctx.view)

@@ -26,6 +26,25 @@ class PrefixMatch:
     block_tokens: int
     total_tokens: int
 
+    def cached(self, slot: int) -> int:
+        """Leading blocks that a request placed at the slot need not compute."""
+        return int(self.blocks[slot])
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMatch(PrefixMatch):
+    """A match that says where the prompts are to go, whatever is held there; for who chooses.
+
+    Attributes:
+        ahead: of `blocks`, those that requests sent there before are computing.
+    """
+
+    ahead: int
+
+    def cached(self, slot: int) -> int:
+        """No more than what is computed before."""
+        return min(int(self.blocks[slot]), self.ahead)
+
 
 @dataclass(frozen=True, slots=True)
 class FactKey:

@@ -145,7 +145,7 @@ def test_endpoints_come_from_one_place() -> None:
     with pytest.raises(ConfigError, match="give endpoints as flags or by file-discovery, not both"):
         app._discovery()
     app = App.assemble(Options(), default_config())
-    with pytest.raises(ConfigError, match="no endpoints: name them with --endpoint or"):
+    with pytest.raises(ConfigError, match="no endpoints: name the InferencePool with --pool-name"):
         app._discovery()
 
 

@@ -185,7 +185,7 @@ async def test_only_liveness_serves_before_the_pool_is_known_and_while_draining(
 
     assert await statuses() == dict.fromkeys(READY_NAMES, NOT_SERVING)
     assert await client.check("liveness") == SERVING
-    health.synced()
+    health.pool_known(True)
     assert await statuses() == dict.fromkeys(READY_NAMES, SERVING)
     health.draining()
     assert await statuses() == dict.fromkeys(READY_NAMES, NOT_SERVING)
@@ -205,7 +205,7 @@ async def test_an_unknown_name_is_not_found_and_the_known_ones_are_named(
 
 async def test_list_names_all(served: Served) -> None:
     assert await served.client.list() == {**dict.fromkeys(READY_NAMES, NOT_SERVING), "liveness": SERVING}
-    served.health.synced()
+    served.health.pool_known(True)
     assert await served.client.list() == dict.fromkeys(("liveness", *READY_NAMES), SERVING)
 
 
@@ -247,7 +247,7 @@ async def test_the_blocking_client_is_served_too(served: Served) -> None:
             )
             call = watch(HealthCheckRequest(service="readiness"), timeout=DEADLINE_S)
             statuses = [next(call).status]
-            loop.call_soon_threadsafe(served.health.synced)
+            loop.call_soon_threadsafe(served.health.pool_known, True)
             statuses.append(next(call).status)
             call.cancel()
             return (
@@ -272,8 +272,8 @@ async def test_a_watcher_hears_the_status_and_each_change_in_order_without_repea
         "liveness": SERVING,
         "nope": SERVICE_UNKNOWN,
     }
-    health.synced()
-    health.synced()
+    health.pool_known(True)
+    health.pool_known(True)
     for name in READY_NAMES:
         assert await watches[name].next() == SERVING
     health.draining()
@@ -287,7 +287,7 @@ async def test_a_watcher_hears_the_status_and_each_change_in_order_without_repea
 async def test_changes_without_a_pause_are_all_told(served: Served) -> None:
     watch = served.client.watch("readiness")
     assert await watch.next() == NOT_SERVING
-    served.health.synced()
+    served.health.pool_known(True)
     served.health.draining()
     assert [await watch.next(), await watch.next()] == [SERVING, NOT_SERVING]
 
@@ -298,7 +298,7 @@ async def test_fifty_watchers_hear_all_while_check_answers(served: Served) -> No
         assert [await watch.next() for watch in watches] == [NOT_SERVING] * 50
         assert served.health.watches == 50
         assert await served.client.check("readiness") == NOT_SERVING
-        served.health.synced()
+        served.health.pool_known(True)
         assert [await watch.next() for watch in watches] == [SERVING] * 50
         assert await second.check("readiness") == SERVING
         assert len(await second.list()) == 5
@@ -316,7 +316,7 @@ async def test_a_watcher_that_goes_away_is_not_told_any_more(served: Served, how
         elif how == "connection":
             await second.channel.close()
         await until_watched_by(served.health, 1)
-    served.health.synced()
+    served.health.pool_known(True)
     assert await stays.next() == SERVING
 
 
@@ -325,7 +325,7 @@ async def test_a_watcher_that_goes_away_is_not_told_any_more(served: Served, how
 
 async def test_draining_does_not_wait_for_watchers(make_transport: MakeTransport) -> None:
     health = Health()
-    health.synced()
+    health.pool_known(True)
     transport = make_transport(health)
     async with (
         on_ext_proc_port(lambda _: transport, health) as port,

@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from epp.kvcache.burst import BurstNeed
+from epp.payload.records import RawRequest
+from epp.pool.extract import GpuPages
 from epp.pool.metrics_page import EngineSample
 from tests.data.compat.line import Line, P, Stream
 
@@ -68,6 +71,21 @@ def test_tiered_prefix_cache_cpu() -> None:
     assert totals(picker) == pytest.approx([0 + 2.0 + 1 + 1, 2 + 1.4 + 0 + 0])
 
 
+def test_burst() -> None:
+    """2 x the place in the window + 1 x 0.5 x (1 - q / 128); the first of equals for the first of a pair."""
+    picker = line("burst", P(64), P(0))
+    raws = [RawRequest("id", "POST", "/v1/completions", (), prompt(text)) for text in (A, A, B)]
+    waiting = [picker.director.prepare(raw, picker.now) for raw in raws]
+    needs = [need for one in waiting for need in one.needs if isinstance(need, BurstNeed)]
+    windows = [need.producer.enter(need.held)[0] for need in needs]
+    needs[0].producer.settle(windows[0])
+    found = []
+    for one, need in zip(waiting, needs, strict=True):
+        picker.director.submit(picker.director.satisfied(one, [need.held.place]), picker.now)
+        found.append(totals(picker))
+    assert found == [[2 + 0.25, 0.5], [2 + 0.25, 0.5], [0.25, 0.5]]
+
+
 def test_payload_agnostic() -> None:
     """1 x active requests (none: 1, the most: 0) + 1 x the session's endpoint; no body is read."""
     picker = line("payload-agnostic", P(), P())
@@ -123,6 +141,32 @@ def test_multimodal() -> None:
     expected = [4.0, 4.0]
     expected[one] += 0.5
     assert totals(picker) == pytest.approx(expected)
+
+
+def test_gpu_utilization() -> None:
+    """Above 0.9 an endpoint is out; 2 x (1 - the busiest GPU) + 1 x (1 - kv); 0 for a GPU nobody told of."""
+    picker = line("gpu-utilization", P(kv_usage=0.5), P(kv_usage=0.1), P(kv_usage=0.0), P(kv_usage=0.2))
+    picker.store.add_attributes(picker.assembly.attributes)
+    reader = GpuPages(picker.store)
+
+    def told(*pages: tuple[int, ...]) -> None:
+        for (slot, endpoint), percents in zip(picker.store.roster, pages, strict=False):
+            lines = [f'DCGM_FI_DEV_GPU_UTIL{{gpu="{n}"}} {percent}\n' for n, percent in enumerate(percents)]
+            reader.extract(slot, endpoint, "".join(lines).encode(), picker.now)
+
+    told((30, 40), (90,), (91, 0))
+    assert ask(picker, prompt(A)).pod == 0
+    expected = [2 * 0.6 + 0.5, 2 * 0.1 + 0.9, np.nan, 0 + 0.8]
+    np.testing.assert_allclose(totals(picker), expected)
+    told((95,), (93,), (99,))
+    assert ask(picker, prompt(A)).pod == 3, "the only one that may be idle"
+    # All are busy: all stay, and the order is that of the figures.
+    picker = line("gpu-utilization", P(), P())
+    picker.store.add_attributes(picker.assembly.attributes)
+    reader = GpuPages(picker.store)
+    told((100,), (95,))
+    assert ask(picker, prompt(A)).pod == 1
+    np.testing.assert_allclose(totals(picker), [1.0, 2 * 0.05 + 1.0])
 
 
 def test_probabilistic_admitter_lets_all_of_priority_0_pass() -> None:

@@ -16,14 +16,12 @@ from epp.scheduling.records import PREFIX_MATCH, FactKey
 DATA = Path(__file__).parents[1] / "data" / "config"
 
 WAITS_FOR = {
-    "burst": {"burst-prefix-cache-producer"},
     "encode-prefill-decode": {
         "always-disagg-multimodal-decider",
         "prefix-based-pd-decider",
         "disagg-profile-handler",
     },
     "flow-control": {"flowControl"},
-    "gpu-utilization": {"dcgm-data-source", "dcgm-extractor"},
     "no-hit-lru": {"precise-prefix-cache-producer"},
     "pd-disaggregation": {"always-disagg-pd-decider", "disagg-profile-handler"},
     "precise": {"precise-prefix-cache-producer", "endpoint-notification-source"},
@@ -42,9 +40,11 @@ WAITS_FOR = {
     },
 }
 LOADS = {
+    "burst",
     "data-parallel",
     "decode-only",
     "default-with-file-discovery",
+    "gpu-utilization",
     "multimodal",
     "objectives-and-rewrites",
     "optimized-baseline",

@@ -31,7 +31,7 @@ def _keep_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     """The options that `serve` was called with."""
     called: list[Options] = []
-    monkeypatch.setattr(app, "serve", lambda options, tracing: called.append(options))
+    monkeypatch.setattr(app, "serve", lambda options, tracing, environment: called.append(options))
     return called
 
 
@@ -134,19 +134,20 @@ def test_validate_only_does_not_serve(served: list[Options], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "flag"),
-    [
-        (["--pool-name=p"], "--pool-name"),
-        (["--endpoint-selector=a=b", "--endpoint-target-ports=1"], "--endpoint-selector"),
-    ],
+    "arguments", [["--pool-name=p"], ["--endpoint-selector=a=b", "--endpoint-target-ports=1"]]
 )
-def test_discovery_in_kubernetes_is_refused_in_words(
-    arguments: list[str], flag: str, served: list[Options], monkeypatch: pytest.MonkeyPatch
+def test_what_kubernetes_tells_is_not_asked_for_when_validating(
+    arguments: list[str], served: list[Options], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("POD_NAME", "a-b-c")
     result = invoke("serve", "--validate-only", *arguments)
+    assert result.exit_code == 0, result.output
+
+
+def test_only_kubernetes_elects_a_leader() -> None:
+    result = invoke("serve", "--validate-only", "--endpoint=127.0.0.1:8000", "--ha-enable-leader-election")
     assert result.exit_code == 2
-    assert f"warmroute: {flag}: endpoints are not found in Kubernetes yet; name them with" in result.output
+    assert "--ha-enable-leader-election: replicas elect a leader in Kubernetes" in result.output
 
 
 def test_experimental_plugins_need_the_flag(tmp_path: Path) -> None:
@@ -205,7 +206,7 @@ def test_command_lines_of_the_field(line: str, served: list[Options]) -> None:
         (["--grpc-port=9.5"], "'9.5' is not a whole number"),
         (["--grpc-port"], "requires an argument"),
         (["--enable-pproff=false"], "--enable-pprof"),
-        (["--ha-enable-leader-election"], "--ha-enable-leader-election: needs Kubernetes"),
+        (["--endpoint-selector=a", "--endpoint-target-ports=1"], "'a' is no label; write key=value"),
         (["--grpc-max-recv-msg-size=lots"], "'lots' is no size; write whole bytes"),
         (["--grpc-max-recv-msg-size=0.1"], "'0.1' is no size"),
         (["--config-file", "--secure-serving=false"], "'--secure-serving=false', the next flag; its own is"),
@@ -247,7 +248,7 @@ def test_all_wrong_values_are_named_at_once(served: list[Options]) -> None:
 def test_errors_become_messages(
     error: Exception, code: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def serve(options: Options, tracing: object) -> None:
+    def serve(options: Options, tracing: object, environment: object) -> None:
         raise error
 
     monkeypatch.setattr(app, "serve", serve)

@@ -8,6 +8,8 @@ from epp.config.decode import Problems, decode
 from epp.config.registry import BUILT_INS, NOT_YET
 from epp.config.spec import (
     BuildContext,
+    DcgmExtractorSpec,
+    DcgmSourceSpec,
     MetricsExtractorSpec,
     MetricsSourceSpec,
     ModelsExtractorSpec,
@@ -36,6 +38,8 @@ def test_sources_have_the_fields_defaults() -> None:
     assert built("metrics-data-source", {}) == MetricsSourceSpec("http", "/metrics", True, None)
     assert built("models-data-source", {}) == ModelsSourceSpec("http", "/v1/models", True, None)
     assert built("models-data-extractor", {}) == ModelsExtractorSpec()
+    assert built("dcgm-data-source", {}) == DcgmSourceSpec("http", "/metrics", True, None, 9400)
+    assert built("dcgm-extractor", {}) == DcgmExtractorSpec()
     assert built("core-metrics-extractor", {}) == MetricsExtractorSpec(
         "llm-d.ai/engine-type", "vllm", ENGINES
     )
@@ -56,6 +60,9 @@ def test_every_parameter_of_a_source_counts() -> None:
     assert built("metrics-data-source", given | {"port": 9400}) == expected
     assert built("models-data-source", given) == ModelsSourceSpec("https", "/m", False, 60.0, **files)
     assert built("metrics-data-source", {"port": 0, "caCertPath": ""}) == MetricsSourceSpec()
+    gpus = DcgmSourceSpec("https", "/m", False, 60.0, 9500, **files, use_node_address=True)
+    assert built("dcgm-data-source", given | {"port": 9500, "useNodeAddress": True}) == gpus
+    assert built("dcgm-data-source", {"port": 0}) == DcgmSourceSpec(port=None)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +83,25 @@ def test_what_a_source_refuses(parameters: dict[str, Any], says: str) -> None:
 
 def test_a_source_of_models_has_no_port() -> None:
     assert "$.port: unknown field" in problem("models-data-source", {"port": 1})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({"scheme": "grpc"}, "$.scheme: "),
+        ({"port": 65536}, "$.port: expected a whole number <= 65535, not 65536"),
+        ({"bogus": 1}, "$.bogus: unknown field"),
+        ({"useNodeAddress": True, "port": 0}, "useNodeAddress needs a port above 0; the exporter's is 9400"),
+        ({"interval": "0s"}, "interval must be above 0"),
+        ({"clientCertPath": "/cert"}, "clientCertPath and clientKeyPath go together"),
+    ],
+)
+def test_what_a_source_of_gpus_refuses(parameters: dict[str, Any], says: str) -> None:
+    assert says in problem("dcgm-data-source", parameters)
+
+
+def test_the_extractor_of_gpus_has_no_parameters() -> None:
+    assert "$.port: unknown field" in problem("dcgm-extractor", {"port": 1})
 
 
 def test_a_configured_engine_is_added() -> None:
@@ -176,5 +202,7 @@ def test_a_source_and_its_extractor_have_the_same_content() -> None:
         "core-metrics-extractor": "metrics page",
         "models-data-source": "list of models",
         "models-data-extractor": "list of models",
+        "dcgm-data-source": "page of GPUs",
+        "dcgm-extractor": "page of GPUs",
     }
-    assert {"dcgm-data-source", "topology-extractor"} <= {known.type for known in NOT_YET}
+    assert {"k8s-notification-source", "topology-extractor"} <= {known.type for known in NOT_YET}

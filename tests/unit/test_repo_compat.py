@@ -424,7 +424,7 @@ FAULTS = [
     ("metrics", "`disaggregatedset_revision_gating_share`", "`gating_share`", "there is no gating_share"),
     ("fields", "`plugins[].name`, ", "", "Fields: plugins[].name has no row"),
     ("fields", "`dataLayer.injectDefaults`", "`dataLayer.inject`", "there is no dataLayer.inject"),
-    ("rows", "| Waits for the conformance profile |", "| |", "go together"),
+    ("rows", "| Waits for pools of several clusters |", "| |", "go together"),
     ("rows", "::test_no_candidates_get_503`", "::test_nobody`", "no test test_compat_cases.py::test_nobody"),
     ("rows", "| Several picks are one list, in order | passes |", "| Several | maybe |", "no state"),
     ("rows", "| 200ms, not 50ms |", "| |", "does not say what is different"),

@@ -17,8 +17,12 @@ from tools import proto
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "requirements"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = {
+    name: [Requirement(line) for line in lines]
+    for name, lines in PROJECT["project"]["optional-dependencies"].items()
+}
 RUNTIME = [Requirement(line) for line in PROJECT["project"]["dependencies"]]
-LAB = [Requirement(line) for line in PROJECT["project"]["optional-dependencies"]["lab"]]
+BUILD = [Requirement(line) for line in PROJECT["build-system"]["requires"]]
 GROUPS = {name: [Requirement(line) for line in lines] for name, lines in PROJECT["dependency-groups"].items()}
 
 PIN = re.compile(
@@ -49,7 +53,9 @@ def unmet(requirements: list[Requirement], lock: str) -> list[str]:
     ("lock", "requirements"),
     [
         ("runtime.txt", RUNTIME),
-        ("dev.txt", RUNTIME + LAB + GROUPS["dev"]),
+        ("dev.txt", RUNTIME + EXTRAS["lab"] + GROUPS["dev"]),
+        ("image.txt", RUNTIME + EXTRAS["cel"] + EXTRAS["otel"]),
+        ("build.txt", BUILD),
         ("envoy.txt", GROUPS["envoy"]),
         ("lock.txt", GROUPS["lock"]),
     ],
@@ -67,9 +73,10 @@ def test_every_pin_has_hashes_and_no_line_is_an_option() -> None:
         assert all(hashes for versions in pins(text).values() for _, hashes in versions), lock.name
 
 
-def test_runtime_lock_agrees_with_the_developers() -> None:
-    runtime, dev = (pins((LOCKS / name).read_text()) for name in ("runtime.txt", "dev.txt"))
-    assert {name: runtime[name] for name in runtime} == {name: dev.get(name) for name in runtime}
+@pytest.mark.parametrize("lock", ["runtime.txt", "image.txt", "build.txt"])
+def test_what_is_shipped_has_the_versions_of_the_developers(lock: str) -> None:
+    shipped, dev = (pins((LOCKS / name).read_text()) for name in (lock, "dev.txt"))
+    assert shipped == {name: dev.get(name) for name in shipped}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +107,7 @@ def test_protobuf_runtime_accepts_the_stubs() -> None:
     assert allowed.contains(generator)
     assert not allowed.contains(f"{generator.major}.{generator.minor - 1}.99")
     assert not allowed.contains(f"{generator.major + 1}.0.0")
-    for lock in ("runtime.txt", "dev.txt"):
+    for lock in ("runtime.txt", "image.txt", "dev.txt"):
         ((locked, _),) = pins((LOCKS / lock).read_text())["protobuf"]
         assert locked >= generator
 

@@ -38,7 +38,7 @@ def one(**fields: object) -> str:
 
 def test_the_go_form_loads() -> None:
     assert endpoints_from_file(GO_FILE, "pool.yaml") == [
-        Endpoint("default/vllm-0@10.0.0.1:8000", "vllm-0", "default", "10.0.0.1", 8000, {}),
+        Endpoint("default/vllm-0@10.0.0.1:8000", "vllm-0", "default", "10.0.0.1", 8000, {}, "vllm-0"),
         Endpoint(
             "serving/vllm-1@10.0.0.2:8000",
             "vllm-1",
@@ -46,6 +46,7 @@ def test_the_go_form_loads() -> None:
             "10.0.0.2",
             8000,
             {"llm-d.ai/role": "prefill"},
+            "vllm-1",
         ),
     ]
 

@@ -73,7 +73,7 @@ def test_check_answers_when_the_peer_has_said_all(served: Served) -> None:
     assert peer.ending is None
     call.half_closed()
     assert (peer.messages, peer.ending) == ([NOT_SERVING], (Status.OK, ""))
-    served.health.synced()
+    served.health.pool_known(True)
     assert asked(served, CHECK, READINESS).messages == [SERVING]
 
 
@@ -155,8 +155,8 @@ def test_a_watch_tells_the_status_and_each_change_until_the_peer_leaves(served: 
     call.half_closed()
     served.run_posted()
     assert peer.messages == [NOT_SERVING]
-    served.health.synced()
-    served.health.synced()
+    served.health.pool_known(True)
+    served.health.pool_known(True)
     assert peer.messages == [NOT_SERVING]  # the change is made on another thread
     served.run_posted()
     assert peer.messages == [NOT_SERVING, SERVING]
@@ -172,7 +172,7 @@ def test_a_watch_tells_the_status_and_each_change_until_the_peer_leaves(served: 
 def test_two_changes_at_once_are_two_messages(served: Served) -> None:
     call, peer = served.call(WATCH)
     call.received(b"")
-    served.health.synced()
+    served.health.pool_known(True)
     served.health.draining()
     served.run_posted()
     assert peer.messages == [NOT_SERVING, SERVING, NOT_SERVING]
@@ -189,7 +189,7 @@ def test_what_was_posted_before_the_end_is_dropped(served: Served) -> None:
 def test_a_watch_of_an_unknown_name_stays_open(served: Served) -> None:
     call, peer = served.call(WATCH)
     call.received(HealthCheckRequest(service="nope").SerializeToString())
-    served.health.synced()
+    served.health.pool_known(True)
     served.run_posted()
     assert (peer.messages, peer.ending) == ([UNKNOWN], None)
     assert served.health.watches == 1
@@ -199,7 +199,7 @@ def test_a_second_request_that_is_too_large_ends_the_watch(served: Served) -> No
     call, peer = served.call(WATCH)
     call.received(READINESS)
     served.run_posted()
-    served.health.synced()
+    served.health.pool_known(True)
     call.too_large()
     served.run_posted()
     assert peer.messages == [NOT_SERVING]
@@ -210,7 +210,7 @@ def test_a_second_request_that_is_too_large_ends_the_watch(served: Served) -> No
 
 
 def test_when_watches_end_the_last_status_comes_first(served: Served) -> None:
-    served.health.synced()
+    served.health.pool_known(True)
     call, peer = served.call(WATCH)
     call.received(READINESS)
     served.health.end_watches()

@@ -21,12 +21,13 @@ NAMES = (*READY_NAMES, "liveness", "nope", "LIVENESS")
 
 STEPS = st.lists(
     st.one_of(
-        st.sampled_from(("synced", "draining", "end_watches", "leave")),
+        st.sampled_from(("draining", "end_watches", "leave")),
         st.tuples(st.just("watch"), st.sampled_from(NAMES)),
+        st.tuples(st.sampled_from(("pool_known", "leads")), st.booleans()),
     ),
     max_size=12,
 )
-Steps = list[str | tuple[str, str]]
+Steps = list[str | tuple[str, str | bool]]
 
 
 def heard(health: Health, steps: Steps) -> list[tuple[list[int | None], int]]:
@@ -37,7 +38,7 @@ def heard(health: Health, steps: Steps) -> list[tuple[list[int | None], int]]:
     counts = []
     for step in steps:
         match step:
-            case ("watch", service):
+            case ("watch", str(service)):
                 told.append([])
                 leaves.append(health.watch(service, told[-1].append))
             case "leave" if left < len(leaves):
@@ -46,26 +47,31 @@ def heard(health: Health, steps: Steps) -> list[tuple[list[int | None], int]]:
                 left += 1
             case "leave":
                 pass
+            case (change, bool(value)):
+                getattr(health, change)(value)
             case change:
                 getattr(health, change)()
         counts.append(health.watches)
     return [(each, count) for each, count in zip([*told, *[[]] * len(counts)], counts, strict=False)]
 
 
-def expected(steps: Steps) -> list[tuple[list[int | None], int]]:
+def expected(steps: Steps, *, leader_only: bool) -> list[tuple[list[int | None], int]]:
     """The same from the rules: a watcher hears the status at each step of its life, without repeats."""
     lives: list[tuple[str, list[int | None]]] = []
-    synced = draining = ended = False
+    known = draining = ended = False
+    leads = not leader_only
     open_: list[int] = []
     oldest = 0
     counts = []
     for step in steps:
         match step:
-            case ("watch", service):
+            case ("watch", str(service)):
                 open_.append(len(lives))
                 lives.append((service, []))
-            case "synced":
-                synced = True
+            case ("pool_known", bool(value)):
+                known = value
+            case ("leads", bool(value)):
+                leads = value or not leader_only
             case "draining":
                 draining = True
             case "end_watches":
@@ -75,7 +81,7 @@ def expected(steps: Steps) -> list[tuple[list[int | None], int]]:
                 oldest += 1
         for each in open_:
             service, statuses = lives[each]
-            ready = SERVING if synced and not draining else NOT_SERVING
+            ready = SERVING if known and leads and not draining else NOT_SERVING
             statuses.append({"liveness": SERVING}.get(service, ready if service in READY_NAMES else UNKNOWN))
             if ended:
                 statuses.append(None)
@@ -87,9 +93,9 @@ def expected(steps: Steps) -> list[tuple[list[int | None], int]]:
 
 
 @settings(max_examples=300)
-@given(STEPS)
-def test_every_watcher_hears_each_change_once_and_in_order(steps: Steps) -> None:
-    assert heard(Health(), steps) == expected(steps)
+@given(STEPS, st.booleans())
+def test_every_watcher_hears_each_change_once_and_in_order(steps: Steps, leader_only: bool) -> None:
+    assert heard(Health(leader_only=leader_only), steps) == expected(steps, leader_only=leader_only)
 
 
 class Repeats(Health):
@@ -101,6 +107,16 @@ class Repeats(Health):
 class ForgetsToTell(Health):
     def draining(self) -> None:
         self._draining = True
+
+
+class NeverLosesThePool(Health):
+    def pool_known(self, known: bool) -> None:
+        super().pool_known(True)
+
+
+class LeadsForEver(Health):
+    def leads(self, leads: bool) -> None:
+        super().leads(True)
 
 
 class KeepsThoseWhoLeft(Health):
@@ -121,17 +137,43 @@ class EndsWithoutTheLastStatus(Health):
         self._tell_all()
 
 
+class AsksAllToLead(Health):
+    def leads(self, leads: bool) -> None:
+        self._leader_only = True
+        super().leads(leads)
+
+
+class AlwaysServes(Health):
+    def __init__(self, *, leader_only: bool = False) -> None:
+        super().__init__()
+
+
 @pytest.mark.parametrize(
-    "fault", [Repeats, ForgetsToTell, KeepsThoseWhoLeft, EndsOnlyOpenWatches, EndsWithoutTheLastStatus]
+    "fault",
+    [
+        Repeats,
+        ForgetsToTell,
+        NeverLosesThePool,
+        LeadsForEver,
+        AsksAllToLead,
+        AlwaysServes,
+        KeepsThoseWhoLeft,
+        EndsOnlyOpenWatches,
+        EndsWithoutTheLastStatus,
+    ],
 )
 def test_the_property_sees_a_fault(fault: type[Health]) -> None:
-    find(STEPS, lambda steps: heard(fault(), steps) != expected(steps), settings=settings(max_examples=2000))
+    find(
+        st.tuples(STEPS, st.booleans()),
+        lambda case: heard(fault(leader_only=case[1]), case[0]) != expected(case[0], leader_only=case[1]),
+        settings=settings(max_examples=2000),
+    )
 
 
 def test_check_and_list_follow_the_same_rules() -> None:
     health = Health()
     assert health.statuses() == {**dict.fromkeys(READY_NAMES, NOT_SERVING), "liveness": SERVING}
-    health.synced()
+    health.pool_known(True)
     assert health.ready
     assert health.statuses() == dict.fromkeys((*READY_NAMES, "liveness"), SERVING)
     health.draining()
@@ -153,7 +195,7 @@ def test_a_watcher_may_leave_when_it_is_told_and_take_others_with_it() -> None:
     leaves.append(health.watch("", first))
     leaves.append(health.watch("", lambda status: told.append(("second", status))))
     told.clear()
-    health.synced()
+    health.pool_known(True)
     assert told == [("first", SERVING)]
     assert health.watches == 0
 
@@ -179,7 +221,7 @@ def test_after_leaving_on_another_thread_nothing_is_told() -> None:
 
     thread = threading.Thread(target=leaving)
     thread.start()
-    health.synced()
+    health.pool_known(True)
     thread.join(20)
     assert left.is_set()
     health.draining()

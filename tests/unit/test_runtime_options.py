@@ -170,7 +170,7 @@ def test_each_flag_of_the_field_is_accepted_or_refused_with_its_reason(
     row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: list[Options] = []
-    monkeypatch.setattr("epp.runtime.app.serve", lambda options, tracing: served.append(options))
+    monkeypatch.setattr("epp.runtime.app.serve", lambda options, tracing, environment: served.append(options))
     monkeypatch.setattr("epp.runtime.logs.set_up", lambda *arguments: None)
     monkeypatch.setenv("POD_NAME", "epp-5d8f6c9b7d-abcde")
     monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
@@ -245,6 +245,24 @@ def test_a_selector_needs_one_to_eight_ports(ports: tuple[str, ...], count: int)
     found = said(Options(endpoint_selector="a=b", endpoint_target_ports=ports))
     assert found == f"--endpoint-target-ports: {count} ports; --endpoint-selector needs 1 to 8"
     assert said(Options(endpoint_target_ports=ports)) == ""
+
+
+@pytest.mark.parametrize(
+    ("selector", "wrong"),
+    [
+        ("app=vllm", ""),
+        ("app.kubernetes.io/name=vllm,tier=, x=1.0_b", ""),
+        ("app", "'app'"),
+        ("app==vllm", "'app==vllm'"),
+        ("app in (a", "'app in (a'"),
+        ("app=a,,b=c", "''"),
+        ("App/x=1", "'App/x=1'"),
+        ("a=" + "x" * 64, "'a=xx"),
+    ],
+)
+def test_selectors_are_pairs_of_key_and_value(selector: str, wrong: str) -> None:
+    found = said(Options(endpoint_selector=selector, endpoint_target_ports=("1",)))
+    assert found.startswith(f"--endpoint-selector: {wrong}") if wrong else found == ""
 
 
 def test_a_pool_by_name_or_by_selector() -> None:

@@ -1,5 +1,6 @@
 """The configuration in use: what another one changes, what goes on, what has to wait."""
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ from epp.config.load import default_config, load_config
 from epp.errors import ConfigError
 from epp.kvcache.approximate import ApproximatePrefixProducer
 from epp.payload.records import RawRequest
+from epp.payload.rewrite import ModelRewrite, RewriteRule, RewriteTarget
 from epp.runtime.app import App
 from epp.runtime.options import Options
-from epp.runtime.reload import PluginMembers
+from epp.runtime.reload import PluginMembers, Policies
 from epp.scheduling.records import Cause, Ended, Placement
 from tests.data.runtime import picker as runtime
 from tests.data.runtime import reloading
@@ -133,6 +135,15 @@ def test_new_plugins_hear_of_the_present_endpoints_once() -> None:
     assert witness(app.assembly).owned == {0, 1, 2}
     app.use(load("plugins: [{type: witness}, {type: queue-scorer}]"))
     assert witness(app.assembly).owned == {0, 1, 2}
+
+
+def test_who_wants_to_hears_of_another_configuration_in_use() -> None:
+    app = picker(scorers(queue_scorer=2))
+    heard: list[dict[str, float]] = []
+    app.running.heard_by.append(lambda: heard.append(weights(app)))
+    for weight in (2, 3, 3):
+        app.use(load(scorers(queue_scorer=weight)))
+    assert heard == [{"queue-scorer": 3.0}]
 
 
 def test_the_same_configuration_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -307,3 +318,62 @@ def test_the_index_of_the_default_producer_follows_the_pool() -> None:
     app.set_endpoints([])
     app.store.refresh(3.0, 1.0)
     assert producer.size == 0
+
+
+# -- policies from elsewhere ------------------------------------------------------------------------
+
+FILE_POLICIES = (
+    "objectives: [{name: batch, priority: -5}, {name: chat, priority: 1}]\n"
+    "modelRewrites: [{name: file, rules: [{targets: [{modelRewrite: of-the-file}]}]}]\n"
+)
+
+
+def rewrite(name: str, target: str, *models: str) -> ModelRewrite:
+    return ModelRewrite(name, (RewriteRule(models, (RewriteTarget(target),)),))
+
+
+def asked_for(app: App, model: str) -> str:
+    found = app.director.plugins.rewrites.target(model, Random(1))
+    assert found is not None
+    return found.target
+
+
+def test_policies_from_elsewhere_count_before_those_of_the_file() -> None:
+    app = picker(FILE_POLICIES)
+    app.running.follow(Policies({"batch": 7}, (rewrite("cluster", "of-the-cluster", "m"),)), app.director)
+    for _ in range(2):
+        objectives = app.director.plugins.objectives
+        assert [objectives.priority(name) for name in ("batch", "chat", "none")] == [7, 1, 0]
+        assert [asked_for(app, model) for model in ("m", "n")] == ["of-the-cluster", "of-the-file"]
+        app.use(load(FILE_POLICIES + scorers(queue_scorer=1)))
+    app.running.follow(Policies(), app.director)
+    assert app.director.plugins.objectives.priority("batch") == -5
+    assert asked_for(app, "m") == "of-the-file"
+
+
+def test_under_other_policies_plugins_go_on_with_what_they_remember() -> None:
+    app = App.assemble(Options(seed=1), load("plugins: [{type: witness}]\n"))
+    app.set_endpoints([runtime.endpoint(1)])
+    seen = witness(app.assembly)
+    placements = []
+    for number in range(20):
+        placements.append(place(app))
+        app.running.follow(Policies({"batch": number}), app.director)
+    app.use(load("plugins: [{type: witness, parameters: {colour: blue}}]\n"))
+    app.set_endpoints([runtime.endpoint(1), runtime.endpoint(2)])
+    assert seen.owned == {0, 1}, "requests placed with it are in flight"
+    for placement in placements:
+        end(app, placement)
+    assert not seen.open
+    assert not seen.unknown
+    app.running.release(app.director)
+    app.set_endpoints([runtime.endpoint(number) for number in (1, 2, 3)])
+    assert seen.owned == {0, 1}, "nobody was placed with it"
+
+
+def test_the_same_policies_again_change_nothing() -> None:
+    app = picker()
+    app.running.follow(Policies({"batch": 1}), app.director)
+    plugins = app.director.plugins
+    app.running.follow(Policies({"batch": 1}), app.director)
+    assert app.director.plugins is plugins

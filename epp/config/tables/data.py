@@ -8,8 +8,11 @@ from msgspec import Meta
 from epp import names
 from epp.config.schema import Name, NoParameters
 from epp.config.spec import (
+    DCGM_PORT,
     METRICS_PATH,
     BuildContext,
+    DcgmExtractorSpec,
+    DcgmSourceSpec,
     FileDiscoverySpec,
     Kind,
     KnownType,
@@ -75,6 +78,22 @@ class ModelsSourceParams(HttpSourceParams, frozen=True):
     """Parameters of `models-data-source`. `interval` None: 5s."""
 
     path: HttpPath = "/v1/models"
+
+
+class DcgmSourceParams(HttpSourceParams, frozen=True):
+    """Parameters of `dcgm-data-source`. `port` 0: the endpoint's own. `interval` None: 1s.
+
+    `use_node_address`: the exporter is that of the pod's node, not one beside the engine.
+    """
+
+    path: HttpPath = METRICS_PATH
+    port: Annotated[int, Meta(ge=0, le=65535)] = DCGM_PORT
+    use_node_address: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.use_node_address and not self.port:
+            raise ValueError(f"useNodeAddress needs a port above 0; the exporter's is {DCGM_PORT}")
 
 
 class CustomMetricParams(Parameters, frozen=True):
@@ -163,6 +182,12 @@ def _models_source(context: BuildContext, params: ModelsSourceParams) -> ModelsS
     return ModelsSourceSpec(**_http_source(params))
 
 
+def _dcgm_source(context: BuildContext, params: DcgmSourceParams) -> DcgmSourceSpec:
+    return DcgmSourceSpec(
+        **_http_source(params), port=params.port or None, use_node_address=params.use_node_address
+    )
+
+
 def _http_source(params: HttpSourceParams) -> dict[str, Any]:
     return {
         "scheme": params.scheme,
@@ -209,10 +234,16 @@ def _models_extractor(context: BuildContext, params: NoParameters) -> ModelsExtr
     return ModelsExtractorSpec()
 
 
+def _dcgm_extractor(context: BuildContext, params: NoParameters) -> DcgmExtractorSpec:
+    return DcgmExtractorSpec()
+
+
+_A: Final = Stability.ALPHA
 _S: Final = Stability.STABLE
 
 _PAGE: Final = "metrics page"
 _LIST: Final = "list of models"
+_GPUS: Final = "page of GPUs"
 
 BUILT_INS: Final[tuple[PluginSpec, ...]] = (
     PluginSpec("file-discovery", Kind.DISCOVERY, FileDiscoveryParams, _file_discovery, _S),
@@ -224,11 +255,11 @@ BUILT_INS: Final[tuple[PluginSpec, ...]] = (
     ),
     PluginSpec("models-data-source", Kind.DATA_SOURCE, ModelsSourceParams, _models_source, _S, content=_LIST),
     PluginSpec("models-data-extractor", Kind.EXTRACTOR, NoParameters, _models_extractor, _S, content=_LIST),
+    PluginSpec("dcgm-data-source", Kind.DATA_SOURCE, DcgmSourceParams, _dcgm_source, _A, content=_GPUS),
+    PluginSpec("dcgm-extractor", Kind.EXTRACTOR, NoParameters, _dcgm_extractor, _A, content=_GPUS),
 )
 
 LATER: Final[tuple[KnownType, ...]] = (
-    KnownType("dcgm-data-source", Kind.DATA_SOURCE),
-    KnownType("dcgm-extractor", Kind.EXTRACTOR),
     KnownType("topology-extractor", Kind.EXTRACTOR),
     KnownType("k8s-notification-source", Kind.DATA_SOURCE),
     KnownType("endpoint-notification-source", Kind.DATA_SOURCE),

@@ -5,7 +5,12 @@ from typing import Final
 from epp.config.schema import NoParameters
 from epp.config.spec import BuildContext, Kind, KnownType, PluginSpec, Stability
 from epp.scheduling.attributes import AttributeFilter, AttributeFilterParams
-from epp.scheduling.filters import HeaderBasedTestingFilter, UtilizationFilter, UtilizationFilterParams
+from epp.scheduling.filters import (
+    HeaderBasedTestingFilter,
+    HeaderBasedTestingFilterParams,
+    UtilizationFilter,
+    UtilizationFilterParams,
+)
 from epp.scheduling.labels import (
     DECODE_ROLES,
     ENCODE_ROLES,
@@ -42,8 +47,10 @@ def _utilization(context: BuildContext, params: UtilizationFilterParams) -> Util
     return UtilizationFilter(params)
 
 
-def _header_based_testing(context: BuildContext, params: NoParameters) -> HeaderBasedTestingFilter:
-    return HeaderBasedTestingFilter()
+def _header_based_testing(
+    context: BuildContext, params: HeaderBasedTestingFilterParams
+) -> HeaderBasedTestingFilter:
+    return HeaderBasedTestingFilter(pass_without_header=params.pass_without_header)
 
 
 def _prefix_affinity(context: BuildContext, params: PrefixAffinityParams) -> PrefixAffinityFilter:
@@ -78,7 +85,13 @@ BUILT_INS: Final[tuple[PluginSpec, ...]] = (
         _A,
         needs=UtilizationFilterParams.needs,
     ),
-    PluginSpec("header-based-testing-filter", Kind.FILTER, NoParameters, _header_based_testing, _B),
+    PluginSpec(
+        "header-based-testing-filter",
+        Kind.FILTER,
+        HeaderBasedTestingFilterParams,
+        _header_based_testing,
+        _B,
+    ),
     PluginSpec(
         "prefix-cache-affinity-filter",
         Kind.FILTER,

@@ -14,6 +14,7 @@ from epp.config.spec import (
 )
 from epp.durations import Duration
 from epp.kvcache.approximate import ApproximateParams, ApproximatePrefixProducer
+from epp.kvcache.burst import BurstParams, BurstPrefixProducer
 from epp.kvcache.embeddings import (
     DEFAULT_EMBEDDINGS_PRODUCER,
     EMBEDDINGS_MATCH,
@@ -80,6 +81,10 @@ def _approximate(context: BuildContext, params: ApproximateParams) -> Approximat
     return ApproximatePrefixProducer(context.name, params, context.view, context.secret)
 
 
+def _burst(context: BuildContext, params: BurstParams) -> BurstPrefixProducer:
+    return BurstPrefixProducer(context.name, params, context.view, context.secret)
+
+
 def _tokens(context: BuildContext, params: TokenProducerParams) -> TokenEstimateSpec:
     if not params.model_name:
         return TokenEstimateSpec(params.estimate)
@@ -138,13 +143,13 @@ BUILT_INS: Final[tuple[PluginSpec, ...]] = (
         _S,
         provides=(EMBEDDINGS_MATCH,),
     ),
+    PluginSpec("burst-prefix-cache-producer", _P, BurstParams, _burst, _A, provides=(PREFIX_MATCH,)),
     PluginSpec("p2p-source-producer", _P, KvSourceParams, _kv_source, _A, needs=KvSourceParams.needs),
     PluginSpec("session-id-producer", _P, SessionIdProducerParams, _session_id, _S, provides=(SESSION_ID,)),
 )
 
 LATER: Final[tuple[KnownType, ...]] = (
     KnownType("precise-prefix-cache-producer", Kind.PRODUCER),
-    KnownType("burst-prefix-cache-producer", Kind.PRODUCER),
     KnownType("predicted-latency-producer", Kind.PRODUCER),
     KnownType("multicluster-approx-prefix-cache-producer", Kind.PRODUCER),
 )

@@ -5,8 +5,9 @@ the server is.
 """
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
@@ -53,6 +54,20 @@ async def read(call: Any) -> bytes | None:
     except (grpc.aio.AioRpcError, asyncio.CancelledError):
         return None
     return None if message is grpc.aio.EOF else bytes(message)
+
+
+def faults(records: Iterable[logging.LogRecord]) -> list[logging.LogRecord]:
+    """The errors among what was logged.
+
+    Not among them: what grpcio's poller, one for the whole process, says when it brings the end of a call to
+    the event loop of a test that is over.
+    """
+    return [
+        record
+        for record in records
+        if record.levelno >= logging.ERROR
+        and not (record.name == "asyncio" and "PollerCompletionQueue" in record.getMessage())
+    ]
 
 
 class Counts:
@@ -126,6 +141,9 @@ class ScriptRouter:
         else:
             self._count(outcome)
         return outcome
+
+    def gone(self, raw: RawRequest) -> None:
+        assert raw in self.asked
 
     def decide(self, outcome: Routed | Refused) -> None:
         """Later, while the transport waits. A router answers once; what is decided again is left out."""

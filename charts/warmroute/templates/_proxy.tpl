@@ -1,0 +1,53 @@
+{{- /* Envoy's container: dict "root" $ "grace" SECONDS. */ -}}
+{{- define "warmroute.proxyContainer" -}}
+{{- $proxy := .root.Values.router.proxy -}}
+name: envoy
+image: {{ $proxy.image | quote }}
+imagePullPolicy: {{ $proxy.imagePullPolicy }}
+args:
+- --config-path
+- /etc/envoy/envoy.yaml
+- --log-level
+- warning
+- --disable-hot-restart
+{{- range $proxy.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- with $proxy.env }}
+env:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+ports:
+- name: http
+  containerPort: 8081
+- name: proxy-ready
+  containerPort: 19001
+readinessProbe:
+  httpGet:
+    path: /ready
+    port: proxy-ready
+  periodSeconds: 2
+# Envoy ends at once when told to. Until then it serves those who still come, and answers in flight go on.
+lifecycle:
+  preStop:
+    sleep:
+      seconds: {{ max 1 (sub (int .grace) 10) }}
+{{- with $proxy.resources }}
+resources:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $proxy.securityContext }}
+securityContext:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+volumeMounts:
+- name: envoy
+  mountPath: /etc/envoy
+  readOnly: true
+{{- end -}}
+
+{{- define "warmroute.proxyVolume" -}}
+name: envoy
+configMap:
+  name: {{ include "warmroute.proxyName" . }}
+{{- end -}}

@@ -1,0 +1,97 @@
+{{- /* Everything that is wrong with the values, all of it at once. */ -}}
+{{- define "warmroute.validate" -}}
+{{- $problems := concat
+  (include "warmroute.problems.refused" . | fromJsonArray)
+  (include "warmroute.problems.pool" . | fromJsonArray)
+  (include "warmroute.problems.picker" . | fromJsonArray)
+  (include "warmroute.problems.replicas" . | fromJsonArray) -}}
+{{- if $problems }}{{ fail (printf "\n- %s\n" (join "\n- " $problems)) }}{{ end -}}
+{{- end -}}
+
+{{- /* Values of other charts that mean nothing here. */ -}}
+{{- define "warmroute.problems.refused" -}}
+{{- $problems := list -}}
+{{- range $row := .Files.Get "files/refused.json" | fromJsonArray -}}
+  {{- $at := $.Values -}}
+  {{- $there := true -}}
+  {{- range $key := splitList "." $row.path -}}
+    {{- if and $there (kindIs "map" $at) (hasKey $at $key) }}{{ $at = index $at $key }}{{ else }}{{ $there = false }}{{ end -}}
+  {{- end -}}
+  {{- $written := toJson $at -}}
+  {{- if and $there (ternary (has $written $row.only) (not (has $written $row.harmless)) (not (empty $row.only))) -}}
+    {{- $problems = append $problems (printf "%s: %s" $row.path $row.instead) -}}
+  {{- end -}}
+{{- end -}}
+{{- toJson $problems -}}
+{{- end -}}
+
+{{- define "warmroute.problems.pool" -}}
+{{- $problems := list -}}
+{{- if regexMatch "^[0-9]" .Release.Name -}}
+  {{- $problems = append $problems (printf "release name %s: names of Services start with a letter; choose another" .Release.Name) -}}
+{{- end -}}
+{{- if and .Values.router.inferenceObjectives (not .Values.router.inferencePool.create) -}}
+  {{- $problems = append $problems "router.inferenceObjectives: objectives belong to a pool; set router.inferencePool.create: true, or write them into the picker's configuration" -}}
+{{- end -}}
+{{- if .Values.httpRoute.create -}}
+  {{- if eq .Values.mode "standalone" -}}
+    {{- $problems = append $problems "httpRoute.create: there is no gateway in mode standalone; write mode: gateway, or leave it out" -}}
+  {{- end -}}
+  {{- if not .Values.router.inferencePool.create -}}
+    {{- $problems = append $problems "httpRoute.create: the route leads to a pool; set router.inferencePool.create: true" -}}
+  {{- end -}}
+{{- end -}}
+{{- toJson $problems -}}
+{{- end -}}
+
+{{- define "warmroute.problems.picker" -}}
+{{- $problems := list -}}
+{{- $epp := .Values.router.epp -}}
+{{- if contains "llm-d-router-endpoint-picker" $epp.image.repository -}}
+  {{- $problems = append $problems "router.epp.image.repository: that is another picker; name the image built from Warmroute's Dockerfile, or leave router.epp.image out" -}}
+{{- end -}}
+{{- if and $epp.pluginsConfig (hasKey ($epp.pluginsCustomConfig | default dict) $epp.pluginsConfigFile) -}}
+  {{- $problems = append $problems (printf "router.epp.pluginsConfig: %s is in router.epp.pluginsCustomConfig too; write it in one of them" $epp.pluginsConfigFile) -}}
+{{- end -}}
+{{- $files := include "warmroute.configFiles" . | fromYaml -}}
+{{- if not (hasKey $files $epp.pluginsConfigFile) -}}
+  {{- $problems = append $problems (printf "router.epp.pluginsConfigFile: there is no %s; there are %s" $epp.pluginsConfigFile (keys $files | sortAlpha | join ", ")) -}}
+{{- end -}}
+{{- $drain := include "warmroute.seconds" (dig "drain-timeout" "30s" ($epp.flags | default dict)) | int -}}
+{{- if le (int $epp.terminationGracePeriodSeconds) $drain -}}
+  {{- $problems = append $problems (printf "router.epp.terminationGracePeriodSeconds: %d is no more than the drain-timeout of %d s; add the longest answer to that" (int $epp.terminationGracePeriodSeconds) $drain) -}}
+{{- end -}}
+{{- if and .Values.router.tokenizer.enabled (not .Values.router.tokenizer.modelName) -}}
+  {{- $problems = append $problems "router.tokenizer.modelName: name the model whose prompts are rendered" -}}
+{{- end -}}
+{{- toJson $problems -}}
+{{- end -}}
+
+{{- define "warmroute.problems.replicas" -}}
+{{- $problems := list -}}
+{{- $epp := .Values.router.epp -}}
+{{- if include "warmroute.leader" . -}}
+  {{- if $epp.autoscaling.enabled -}}
+    {{- $problems = append $problems "router.epp.autoscaling.enabled: replicas that wait for the lease take no load; leave out flags.ha-enable-leader-election, so that all serve" -}}
+  {{- end -}}
+  {{- if $epp.podDisruptionBudget -}}
+    {{- $problems = append $problems "router.epp.podDisruptionBudget: only the leader is ready, so a budget keeps its node from being drained; leave it out, or leave out flags.ha-enable-leader-election" -}}
+  {{- end -}}
+{{- end -}}
+{{- range $path, $budget := dict "router.epp" $epp.podDisruptionBudget "router.proxy" .Values.router.proxy.podDisruptionBudget -}}
+  {{- if and $budget (eq (hasKey $budget "minAvailable") (hasKey $budget "maxUnavailable")) -}}
+    {{- $problems = append $problems (printf "%s.podDisruptionBudget: write one of minAvailable and maxUnavailable" $path) -}}
+  {{- end -}}
+{{- end -}}
+{{- range $path, $scaling := dict "router.epp" $epp.autoscaling "router.proxy" .Values.router.proxy.autoscaling -}}
+  {{- if $scaling.enabled -}}
+    {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
+      {{- $problems = append $problems (printf "%s.autoscaling: minReplicas %d is above maxReplicas %d" $path (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
+    {{- end -}}
+    {{- if not (or $scaling.metrics $scaling.targetCPUUtilizationPercentage $scaling.targetMemoryUtilizationPercentage) -}}
+      {{- $problems = append $problems (printf "%s.autoscaling: by what? Write a target or metrics" $path) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- toJson $problems -}}
+{{- end -}}

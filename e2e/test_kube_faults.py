@@ -1,0 +1,65 @@
+"""What tests of pickers in Kubernetes hold against them: planted faults are seen."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from e2e.kube import Namespace
+from e2e.kube_line import HEARD_S, LABELS, PORT, Line, line
+from e2e.kube_load import PodLoad
+from e2e.kube_picker import proxied
+from e2e.kube_pods import Kubelet, pod
+from e2e.pages import until
+from epp.lab.stack import Picker
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+
+async def engine_dies_unnoticed(made: Line) -> None:
+    """The pod stays ready in Kubernetes, and its neighbours with it."""
+    for name in ("pod-0", "pod-1", "pod-2"):
+        await made.kubelet.engines[name].stop(0.0)
+
+
+async def picker_dies(made: Line) -> None:
+    await made.pickers[0].child.stop(signal.SIGKILL)
+
+
+async def picker_hangs(made: Line) -> None:
+    made.pickers[0].child.send(signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("fault", [engine_dies_unnoticed, picker_dies, picker_hangs])
+async def test_failed_requests_are_seen(
+    namespace: Namespace, envoy: Path, fault: Callable[[Line], Awaitable[None]]
+) -> None:
+    async with line(namespace, envoy) as made, PodLoad(made.url, timeout_s=3.0) as load:
+        await load.answered(30)
+        assert load.failed() == []
+        at_s = time.monotonic()
+        await fault(made)
+        await asyncio.sleep(HEARD_S)
+        await until(lambda: load.failed(at_s), "requests fail")
+
+
+async def test_a_picker_that_hears_of_no_change_is_seen(namespace: Namespace, envoy: Path) -> None:
+    """It has the pods' addresses from a file, as they were."""
+    async with Kubelet(namespace.client, namespace.name, linger_s=60.0) as kubelet:
+        for name in ("a", "b"):
+            await namespace.create(pod(name, LABELS))
+        await until(lambda: len(kubelet.addresses) == 2, "the pods run")
+        picker = Picker(namespace.folder, [(address, PORT) for address in kubelet.addresses.values()])
+        try:
+            await picker.start()
+            async with proxied(envoy, picker) as url, PodLoad(url) as load:
+                await until(lambda: len(load.pods()) == 2, "both are used")
+                deleted_s = await namespace.delete("v1", "Pod", "a")
+                await asyncio.sleep(HEARD_S)
+                await load.answered(60)
+                assert load.pods(deleted_s + HEARD_S)["a"] > 0
+        finally:
+            await picker.child.stop(signal.SIGKILL)
