@@ -164,9 +164,7 @@ async def quiet(at: Pools, effort: Effort) -> Rows:
 
 
 async def changes(at: Pools, effort: Effort) -> Rows:
-    """One pod changes again and again, pages are not scraped: cores at one change a second, and what one costs
-    more than nothing does, at twenty a second.
-    """
+    """One pod changes, pages are not scraped: cores at one change a second; what each costs, at twenty."""
     name = next(iter(at.large.addresses))
     path = at.namespace.path("v1", "Pod", name)
 
