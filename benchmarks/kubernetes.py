@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 import grpc.aio
@@ -233,7 +233,7 @@ def _lateness(what: str, late: list[float], window: Window) -> Row:
     """The median is the row, the worst are its detail."""
     row = Row(what, "ms", [statistics.median(late)], other_cores=window.other_cores)
     row.detail = {
-        "p99": statistics.quantiles(late, n=100)[98],
+        "p99": sorted(late)[int(0.99 * len(late))],
         "longest": max(late),
         "count": len(late),
         "cores": window.cores,
@@ -277,6 +277,18 @@ async def measured(
     return rows
 
 
+def rounded(told: Any) -> Any:
+    """With four digits that count."""
+    match told:
+        case float():
+            return float(f"{told:.4g}")
+        case list():
+            return [rounded(each) for each in told]
+        case dict():
+            return {key: rounded(each) for key, each in told.items()}
+    return told
+
+
 @click.command()
 @click.option("--only", multiple=True, type=click.Choice(list(SECTIONS)), help="A section; may be repeated.")
 @click.option("--pods", default=500, show_default=True, help="Of the large pool.")
@@ -301,7 +313,7 @@ def main(only: tuple[str, ...], pods: int, starts: int, window: float, file: Pat
     }
     with tempfile.TemporaryDirectory() as name, running_plane(Path(name) / "plane") as plane:
         rows = asyncio.run(measured(plane, Path(name), sections, pods, Effort(starts, window)))
-    report |= {"load_after": os.getloadavg(), "rows": [asdict(row) for row in rows]}
+    report |= {"load_after": os.getloadavg(), "rows": [rounded(asdict(row)) for row in rows]}
     if file is not None:
         file.write_text(json.dumps(report, indent=1) + "\n")
 

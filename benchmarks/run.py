@@ -52,7 +52,6 @@ LATER = (
     ("index memory, precise", "64 bytes a (block, endpoint)"),
     ("ingest of KV events, prefill store / single decode block", "2 / 10 us a block"),
     ("predictor, two targets, 32 / 512 endpoints", "1.5 / 5 ms"),
-    ("start to ready, Kubernetes", "5 s"),
     ("resident memory with a precise index", "350 MB"),
     ("sidecar, one streamed chunk", "60 us"),
 )

@@ -2,16 +2,16 @@
 
     python -m benchmarks.rows.decisions PORT EVERY_S
 
-Ends with its standard input, and prints a JSON list: milliseconds from the first message to the destination.
+Ends with its standard input, but not without any, and prints a JSON list: milliseconds from the first message
+to the destination.
 """
 
 import asyncio
-import itertools
 import json
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from subprocess import PIPE
 
 import grpc.aio
@@ -27,8 +27,10 @@ async def asked(port: int, every_s: float) -> AsyncIterator[list[float]]:
     late: list[float] = []
     command = (sys.executable, "-m", "benchmarks.rows.decisions", str(port), str(every_s))
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
-    yield late
-    told, _ = await process.communicate(b"")
+    try:
+        yield late
+    finally:
+        told, _ = await process.communicate(b"")
     late += json.loads(told)
 
 
@@ -46,25 +48,25 @@ async def decide(channel: grpc.aio.Channel, body: bytes, number: int) -> str:
     return served
 
 
-async def _ask(port: int, every_s: float, late: list[float]) -> None:
+async def _ask(port: int, every_s: float, enough: asyncio.Event) -> list[float]:
+    """One at least, and others until there are enough."""
+    late: list[float] = []
     chats = traffic.Chats(1000, seed=3)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        for number in itertools.count():
+        while not late or not enough.is_set():
             began = time.monotonic()
-            await decide(channel, next(chats), number)
+            await decide(channel, next(chats), len(late))
             late.append((time.monotonic() - began) * 1000)
-            await asyncio.sleep(every_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(enough.wait(), every_s)
+    return late
 
 
 async def _main(port: int, every_s: float) -> None:
-    late: list[float] = []
-    asking = asyncio.create_task(_ask(port, every_s, late))
-    ends = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    await asyncio.wait((asking, ends), return_when=asyncio.FIRST_COMPLETED)
-    if asking.done():
-        asking.result()
-    asking.cancel()
-    print(json.dumps([round(each, 3) for each in late]))
+    loop, enough = asyncio.get_running_loop(), asyncio.Event()
+    ends = loop.run_in_executor(None, sys.stdin.read)
+    ends.add_done_callback(lambda _: enough.set())
+    print(json.dumps([round(each, 3) for each in await _ask(port, every_s, enough)]))
 
 
 if __name__ == "__main__":

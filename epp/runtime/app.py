@@ -257,7 +257,7 @@ class App:
     async def _cluster(self, stack: AsyncExitStack) -> "InCluster | None":
         if not in_kubernetes(self.options, self.assembly.discovery):
             return None
-        from epp.runtime.in_cluster import InCluster, Tells  # what it needs takes half a second to load
+        from epp.runtime.in_cluster import InCluster, Tells  # it takes a quarter of a second to load
 
         tells = Tells(
             endpoints=self.set_endpoints,
