@@ -44,6 +44,8 @@ AWAY_S: Final = 3.0
 LEASE_S: Final = 15.0
 DRAIN_S: Final = 2
 SILENCE_S: Final = 2.0
+NOTICED_S: Final = 3.0
+"""After a picker died, when Envoy has noticed for sure."""
 _OF_KUBERNETES: Final = ("epp.runtime.in_cluster", "epp.runtime.kube.lease")
 
 
@@ -418,7 +420,8 @@ async def test_pickers_that_restart_one_after_the_other(namespace: Namespace, en
         killed_s = time.monotonic()
         await made.pickers[0].child.stop(signal.SIGKILL)
         # Envoy asks the dead one until it finds its health port shut.
-        await until(lambda: len(load.sent) > 60 and all(each.ok for each in load.sent[-60:]), "all is well")
+        await asyncio.sleep(NOTICED_S)
+        await until(lambda: all(each.ok for each in load.sent[-60:]), "all is well")
         well_s = time.monotonic()
         lasted_s = max((each.started_s for each in load.failed(killed_s)), default=killed_s) - killed_s
         print(f"picker killed: requests that began up to {lasted_s:.1f} s later failed")
