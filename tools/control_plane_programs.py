@@ -9,15 +9,13 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tools.go_programs import BuildError, cache_folder, go_missing
+from tools.go_programs import BuildError, cache_folder, go, go_missing
 
 PINS = Path(__file__).with_name("control_plane")
 CRD_PINS = PINS / "crds"
@@ -90,7 +88,7 @@ def programs(say: Say = lambda _: None) -> Path:
 
 def programs_folder() -> Path:
     """Where `programs` puts them; it may be empty or missing."""
-    return _folder("bin", PINS, [*PROGRAMS.values(), *_FLAGS, *_STAGE_FILES, _go(PINS, "version")])
+    return _folder("bin", PINS, [*PROGRAMS.values(), *_FLAGS, *_STAGE_FILES, go(PINS, "version")])
 
 
 def found_programs() -> Path | None:
@@ -150,7 +148,7 @@ def _build(name: str, folder: Path, objects: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         fresh = Path(scratch, name)
         arguments = (*_FLAGS, f"-ldflags=-s -w {stamps}", "-o", str(fresh), PROGRAMS[name])
-        _go(PINS, "build", "-mod=readonly", *arguments, CGO_ENABLED="0", GOCACHE=str(objects))
+        go(PINS, "build", "-mod=readonly", *arguments, CGO_ENABLED="0", GOCACHE=str(objects))
         fresh.replace(folder / name)
 
 
@@ -178,20 +176,5 @@ def _write(file: Path, text: str) -> None:
 
 
 def _module_folder(pins: Path, module: str) -> str:
-    folder: str = json.loads(_go(pins, "mod", "download", "-json", module))["Dir"]
+    folder: str = json.loads(go(pins, "mod", "download", "-json", module))["Dir"]
     return folder
-
-
-def _go(pins: Path, *arguments: str, **settings: str) -> str:
-    done = subprocess.run(
-        ["go", *arguments],
-        cwd=pins,
-        env=os.environ | {"GOWORK": "off"} | settings,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise BuildError(f"go {arguments[0]}, in {pins}:\n{(done.stderr or done.stdout).strip()[-4000:]}")
-    return done.stdout

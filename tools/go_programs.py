@@ -46,7 +46,7 @@ def cache_folder() -> Path:
 
 
 def _key(module: Path, package: str) -> str:
-    digest = hashlib.sha256(f"{package}\n{_go(module, 'version')}".encode())
+    digest = hashlib.sha256(f"{package}\n{go(module, 'version')}".encode())
     for file in sorted(file for file in module.rglob("*") if file.suffix in {".go", ".mod", ".sum"}):
         content = file.read_bytes()
         digest.update(f"\n{file.relative_to(module)} {len(content)}\n".encode() + content)
@@ -57,20 +57,26 @@ def _build(module: Path, package: str, program: Path) -> None:
     """Into a name of its own first: who finds `program` finds a whole one."""
     with tempfile.TemporaryDirectory(dir=program.parent) as scratch:
         fresh = Path(scratch) / program.name
-        _go(module, "build", "-mod=readonly", "-o", str(fresh), package)
+        go(module, "build", "-mod=readonly", "-o", str(fresh), package)
         fresh.replace(program)
 
 
-def _go(module: Path, *arguments: str) -> str:
+def go(module: Path, *arguments: str, **settings: str) -> str:
+    """What `go` with these arguments prints in folder `module`; `settings` are added to its environment.
+
+    Raises:
+        BuildError: it failed; ends with what it said.
+    """
     done = subprocess.run(
         ["go", *arguments],
         cwd=module,
-        env=os.environ | {"GOWORK": "off"},
+        env=os.environ | {"GOWORK": "off"} | settings,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
-        raise BuildError(f"go {' '.join(arguments)}, in {module}:\n{done.stderr.strip()}")
+        said = (done.stderr or done.stdout).strip()
+        raise BuildError(f"go {arguments[0]}, in {module}:\n{said[-4000:]}")
     return done.stdout

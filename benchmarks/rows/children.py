@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,9 @@ class Serve:
 @contextmanager
 def serve(folder: Path, ports: Sequence[int], *flags: str) -> Iterator[Serve]:
     """`warmroute serve` with endpoints from a file; `folder` takes its files and its log."""
-    with serve_with(folder, "--config-file", str(_config(folder, ports)), *flags) as picker:
+    with serve_with(
+        folder, "--config-file", str(file_config(folder, [("127.0.0.1", port) for port in ports])), *flags
+    ) as picker:
         yield picker
 
 
@@ -70,8 +72,9 @@ def serve_with(folder: Path, *flags: str) -> Iterator[Serve]:
             process.terminate()
 
 
-def _config(folder: Path, ports: Sequence[int]) -> Path:
-    lines = [f"- {{name: pod-{n}, address: 127.0.0.1, port: {port}}}" for n, port in enumerate(ports)]
+def file_config(folder: Path, places: Iterable[tuple[str, int]]) -> Path:
+    """A configuration in `folder`, with endpoints at these addresses and ports from a file beside it."""
+    lines = [f"- {{name: pod-{n}, address: {at}, port: {port}}}" for n, (at, port) in enumerate(places)]
     (folder / "endpoints.yaml").write_text("\n".join(["endpoints:", *lines, ""]))
     config = folder / "config.yaml"
     config.write_text(

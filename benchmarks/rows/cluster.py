@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from benchmarks.rows.children import Serve, serve_with
+from benchmarks.rows.children import Serve, file_config, serve_with
 from benchmarks.rows.picker import PAGE
 from e2e.kube import Namespace, new_namespace, pool
 from e2e.kube_client import Thing
@@ -16,7 +16,6 @@ from e2e.kube_everywhere import everywhere
 from e2e.kube_fleet import Fleet
 from e2e.kube_picker import pool_flags
 from e2e.kube_pods import NODE, SERVED
-from epp import names
 from epp.lab.stack import free_ports
 from tools.control_plane import ControlPlane
 
@@ -51,19 +50,7 @@ class Pools:
         """A picker that is told the same endpoints by a file."""
         folder = self._new_folder()
         places = [(address, port) for address in fleet.addresses.values() for port in self.ports]
-        lines = [f"- {{name: pod-{n}, address: {at}, port: {port}}}" for n, (at, port) in enumerate(places)]
-        (folder / "endpoints.yaml").write_text("\n".join(["endpoints:", *lines, ""]))
-        (folder / "config.yaml").write_text(
-            f"""apiVersion: {names.API_VERSION}
-kind: {names.CONFIG_KIND}
-plugins:
-- type: file-discovery
-  parameters: {{path: {folder / "endpoints.yaml"}}}
-dataLayer:
-  discovery: {{pluginRef: file-discovery}}
-"""
-        )
-        return serve_with(folder, "--config-file", str(folder / "config.yaml"), *flags)
+        return serve_with(folder, "--config-file", str(file_config(folder, places)), *flags)
 
     def _new_folder(self) -> Path:
         folder = self.folder / f"picker-{next(self._numbers)}"
