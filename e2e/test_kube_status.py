@@ -103,6 +103,13 @@ def since(condition: Thing) -> datetime:
     return datetime.strptime(condition["lastTransitionTime"], "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
 
 
+async def in_a_later_second_than(*things: Thing) -> None:
+    """Waits until a new condition is told apart by its time, which Kubernetes writes in whole seconds."""
+    newest = max(since(each) for thing in things for each in conditions(thing).values())
+    while datetime.now(UTC) < newest + timedelta(seconds=1):
+        await asyncio.sleep(0.05)
+
+
 def leads(picker: ClusterPicker) -> bool:
     told = [
         text for text in picker.log_lines() if "leads the replicas" in text or "not lead any more" in text
@@ -246,9 +253,7 @@ async def test_conditions_are_written_when_there_is_a_reason(namespace: Namespac
         await namespace.create(objective("marker", POOL, 1))
         await tells(namespace, OBJECTIVE, "marker", **ACCEPTED)
         assert written(namespace)[writer, "plain"] == 1
-        await asyncio.sleep(
-            max(0.0, 1.1 - (datetime.now(UTC) - since(conditions(first)["Accepted"])).total_seconds())
-        )
+        await in_a_later_second_than(first, before)
         await namespace.change(plain, {"spec": {"priority": 6}})
         second = await tells(namespace, OBJECTIVE, "plain", **ACCEPTED)
         assert "priority 6" in conditions(second)["Accepted"]["message"]
