@@ -106,8 +106,7 @@ def since(condition: Thing) -> datetime:
 async def in_a_later_second_than(*things: Thing) -> None:
     """Waits until a new condition is told apart by its time, which Kubernetes writes in whole seconds."""
     newest = max(since(each) for thing in things for each in conditions(thing).values())
-    while datetime.now(UTC) < newest + timedelta(seconds=1):
-        await asyncio.sleep(0.05)
+    await asyncio.sleep(max(0.0, (newest + timedelta(seconds=1.05) - datetime.now(UTC)).total_seconds()))
 
 
 def leads(picker: ClusterPicker) -> bool:
