@@ -59,7 +59,7 @@ MESSAGES = (
     b"\0\0\0\0\x02hi" * 3,
     b"\0\0\0\x05\xdc" + bytes(1500),
     b"\0\0\0\x05\xdc" + bytes(700),
-    b"\0\0\0\x0b\xb9",
+    b"\0\0\0\x40\x01",
     b"\0\0\0\x0b\xb8" + bytes(3000),
     b"\0\0\0",
     b"\0\0\0\0\x05h",
@@ -67,7 +67,7 @@ MESSAGES = (
     b"",
     *(
         b"\x01" + len(body).to_bytes(4, "big") + body
-        for body in (gzip.compress(b"hi"), gzip.compress(bytes(9000)), b"?")
+        for body in (gzip.compress(b"hi"), gzip.compress(bytes(17_000)), b"?")
     ),
 )
 STREAM_IDS = (0, 1, 3, 5, 7, 9, 11, 2)

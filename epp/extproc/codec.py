@@ -9,7 +9,7 @@ from google.protobuf.struct_pb2 import Value
 
 from epp import names
 from epp.errors import ProtocolError
-from epp.extproc.quick import END_OF_STREAM, START, body_layout, piece
+from epp.extproc.quick import END_OF_STREAM, START, beside_bodies, body_layout, piece
 from epp.extproc.records import (
     BodyMode,
     BodyReply,
@@ -44,6 +44,13 @@ OVERWRITE: Final = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 DESTINATIONS_KEPT: Final = 4096
 TAILS_KEPT: Final = 4096
 TAIL_BYTES: Final = 512
+BESIDE_BYTES: Final = 1 << 20
+MOST_HEADERS: Final = 1024
+"""Of one message: bytes beside bodies, as `beside_bodies` counts them, and headers. Proxies send far less.
+
+What is small on the wire is large in memory: an empty header of two bytes grows a hundredfold.
+"""
+
 NO_METADATA: Final = b"\x42\x00"
 """An empty `metadata_context`: what Envoy puts behind every body where it forwards no metadata."""
 
@@ -55,7 +62,8 @@ def decode(message: bytes, at: float) -> Event:
     """Read one `ProcessingRequest`; `at` is when it arrived, in monotonic seconds.
 
     A body message of a usual form is read as bytes, any other through the stubs, with the same result.
-    Raises ProtocolError for bytes that are none, and for a kind of message or body mode not known here.
+    Raises ProtocolError for bytes that are none, for a kind of message or body mode not known here, and for
+    more headers and metadata than a proxy sends.
     """
     layout = body_layout(message[START])
     if layout is not None:
@@ -86,6 +94,8 @@ def _is_inert(tail: bytes) -> bool:
 
 def decode_in_full(message: bytes, at: float) -> Event:
     """As `decode`, with the stubs whatever the form of the message."""
+    if len(message) > BESIDE_BYTES and beside_bodies(message, BESIDE_BYTES) > BESIDE_BYTES:
+        raise ProtocolError(f"message with more than {BESIDE_BYTES} bytes beside its body")
     try:
         wire = ProcessingRequest.FromString(message)
     except DecodeError:
@@ -99,7 +109,8 @@ def decode_in_full(message: bytes, at: float) -> Event:
         return RequestChunk(at, part.body, part.end_of_stream, _subset(wire))
     if kind == "request_headers":
         head = wire.request_headers
-        return RequestHeaders(at, _headers(head.headers), head.end_of_stream, _subset(wire), _modes(wire))
+        fields = _headers(head.headers)
+        return RequestHeaders(at, fields, head.end_of_stream, _subset(wire), _modes(wire), len(message))
     if kind == "response_headers":
         head = wire.response_headers
         return ResponseHeaders(at, _headers(head.headers), head.end_of_stream, _served(wire), _modes(wire))
@@ -191,6 +202,8 @@ def _scored_metadata(destination: str, scores: Scores) -> bytes:
 
 
 def _headers(headers: HeaderMap) -> Headers:
+    if len(headers.headers) > MOST_HEADERS:
+        raise ProtocolError(f"message with {len(headers.headers)} headers; at most {MOST_HEADERS} are read")
     return tuple(
         [
             (header.key.decode("latin-1").lower(), header.raw_value or header.value)

@@ -18,6 +18,11 @@ START: Final = slice(0, 6)
 END_OF_STREAM: Final = b"\x10\x01"
 """`end_of_stream: true`, in an `HttpBody` and in a `StreamedBodyResponse`."""
 
+FIELD_BYTES: Final = 32
+"""What a field costs beside its bytes, however small it is."""
+
+VARINT_OCTETS: Final = 10
+
 # Tags: of `ProcessingRequest`, of `HttpBody` and `StreamedBodyResponse`, of what stands around the latter.
 _REQUEST_BODY = b"\x22"
 _RESPONSE_BODY = b"\x2a"
@@ -79,6 +84,38 @@ def read_varint(data: bytes, at: int) -> tuple[int, int] | None:
         if byte < 0x80:
             return value, index + 1
     return None
+
+
+def beside_bodies(message: bytes, most: int) -> int:
+    """Bytes of a message's fields other than bodies, with `FIELD_BYTES` for each field; counted no further
+    than it takes to exceed `most`. Where fields cannot be told apart, all that is left counts.
+    """
+    at = counted = 0
+    while at < len(message) and counted <= most:
+        end = _field_end(message, at)
+        if end is None:
+            return counted + len(message) - at
+        counted += FIELD_BYTES
+        if message[at : at + 1] not in (_REQUEST_BODY, _RESPONSE_BODY):
+            counted += end - at
+        at = end
+    return counted
+
+
+def _field_end(message: bytes, at: int) -> int | None:
+    """Where the field ends that begins at `at`; None where that cannot be told."""
+    tag = read_varint(message[at : at + VARINT_OCTETS], 0)
+    if tag is None:
+        return None
+    kind, at = tag[0] & 7, at + tag[1]
+    if kind == 1:
+        return at + 8
+    if kind == 5:
+        return at + 4
+    number = read_varint(message[at : at + VARINT_OCTETS], 0)
+    if number is None or kind not in (0, 2):
+        return None
+    return at + number[1] + (number[0] if kind == 2 else 0)
 
 
 def write_varint(value: int) -> bytes:

@@ -45,13 +45,17 @@ class Direction(Enum):
 
 
 class RequestHeaders(msgspec.Struct, frozen=True):
-    """`subset`: see `RawRequest.subset`. `modes`: None where the proxy does not say."""
+    """`subset`: see `RawRequest.subset`. `modes`: None where the proxy does not say.
+
+    `size`: of the message, in bytes.
+    """
 
     at: float
     headers: Headers
     end_of_stream: bool
     subset: tuple[str, ...] | None = None
     modes: Modes | None = None
+    size: int = 0
 
 
 class RequestChunk(msgspec.Struct, frozen=True, gc=False):

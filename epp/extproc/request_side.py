@@ -7,9 +7,12 @@ What the proxy sends decides when the choice is made:
   empty at once and the reply to the body carries the destination.
 - NONE, STREAMED, BUFFERED_PARTIAL: the choice is made from the headers alone, with an empty body. Body
   messages that come nevertheless are answered unchanged.
+
+What is held until then is charged to the budget: headers, subset hint and body.
 """
 
 from collections.abc import Callable
+from typing import Final
 
 from epp import names
 from epp.errors import BadRequest, PayloadTooLarge, Saturated
@@ -47,6 +50,10 @@ from epp.extproc.records import (
 from epp.payload.records import RawRequest
 
 REQUEST = Direction.REQUEST
+ENTRY_BYTES: Final = 64
+"""What an entry of a subset hint takes beside its text."""
+
+FULL: Final = "too many request bytes are in flight; retry later"
 
 
 class RequestSide:
@@ -61,6 +68,7 @@ class RequestSide:
     __slots__ = (
         "_abandoned",
         "_answered",
+        "_beside_bytes",
         "_body",
         "_bodyless",
         "_budget",
@@ -87,6 +95,7 @@ class RequestSide:
         self._held = bytearray()
         self._body = b""
         self._held_bytes = 0
+        self._beside_bytes = 0
         self._owed_body_replies = 0
         self._bodyless = False
         self._answered = False
@@ -111,12 +120,13 @@ class RequestSide:
         return self._head
 
     def headers(self, event: RequestHeaders) -> list[Effect]:
+        """Raises Saturated."""
         takes(REQUEST, Message.HEADERS, self.stage, self._mode)
         if event.modes is not None:
             refuse_unsupported(REQUEST, event.modes.request)
             self._mode = event.modes.request
         self._head = read_request_head(event.headers, event.end_of_stream, self._new_request_id)
-        self._subset = event.subset
+        self._keep(event.size, event.subset)
         self._bodyless = event.end_of_stream
         self.stage = ENDED if event.end_of_stream else OPEN
         if self._bodyless:
@@ -141,7 +151,7 @@ class RequestSide:
         if not self._waits_for_body:
             return self._answer_unchanged()
         if event.subset is not None:
-            self._subset = event.subset
+            self._keep(0, event.subset)
         self._hold(event.body)
         return [] if self.stage is OPEN else [self._route()]
 
@@ -187,9 +197,10 @@ class RequestSide:
         self.release()
 
     def release(self) -> None:
-        """Let go of the body and of its share of the budget."""
-        self._budget.give(self._held_bytes)
-        self._held_bytes = 0
+        """Let go of what is held, and of its share of the budget."""
+        self._budget.give(self._held_bytes + self._beside_bytes)
+        self._held_bytes = self._beside_bytes = 0
+        self._subset = None
         self._held = bytearray()
         self._body = b""
 
@@ -197,13 +208,22 @@ class RequestSide:
     def _waits_for_body(self) -> bool:
         return self._mode is FULL_DUPLEX or self._mode is BUFFERED
 
+    def _keep(self, head_bytes: int, subset: tuple[str, ...] | None) -> None:
+        size = head_bytes
+        if subset:
+            size += sum(map(len, subset)) + ENTRY_BYTES * len(subset)
+        if not self._budget.take(size):
+            raise Saturated(FULL)
+        self._beside_bytes += size
+        self._subset = subset
+
     def _hold(self, chunk: bytes) -> None:
         size = len(chunk)
         limit = self._limits.body_bytes
         if self._held_bytes + size > limit:
             raise PayloadTooLarge(f"request body is larger than {limit} bytes; send at most {limit} bytes")
         if not self._budget.take(size):
-            raise Saturated("too many request bytes are in flight; retry later")
+            raise Saturated(FULL)
         self._held_bytes += size
         self._held += chunk
 
@@ -212,6 +232,7 @@ class RequestSide:
         head = self._head
         self._body = bytes(self._held)
         self._held = bytearray()
+        self._head = head._replace(headers=())  # the request has them now
         self.routing = True
         return Route(
             RawRequest(

@@ -318,6 +318,8 @@ class Connection:
         except FieldsTooLarge as error:
             fault = StreamFault(ErrorCode.ENHANCE_YOUR_CALM, f"trailers: {error}")
         if stream is None or stream.state is not OPEN:
+            if fault is not None:  # it was decoded, however costly that was
+                self._floods.count(Flood.FAULTS, self._now, fault.text)
             self._misplaced(FrameType.HEADERS, block.stream_id, stream)
             return
         if fault is None and block.depends_on == block.stream_id:
@@ -377,7 +379,8 @@ class Connection:
         body = f"{text}\n".encode()
         stream = self._open(block, gzip=False)
         stream.content_left = head.content_length if head is not None else None
-        stream.refusal = (blocks.plain(http_status, len(body)), body)
+        wanted = b"" if head is not None and head.method == "HEAD" else body
+        stream.refusal = (blocks.plain(http_status, len(body)), wanted)
         stream.partial = True
         if block.ends_stream:
             stream.half_close()

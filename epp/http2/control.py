@@ -23,7 +23,8 @@ def greeting(limits: Http2Limits) -> tuple[bytes, bytes]:
         Setting.INITIAL_WINDOW_SIZE: limits.stream_window_bytes,
         Setting.MAX_HEADER_LIST_SIZE: limits.header_list_bytes,
     }
-    return settings(values), window_update(0, limits.connection_window_bytes - DEFAULT_WINDOW_BYTES)
+    more = limits.connection_window_bytes - DEFAULT_WINDOW_BYTES
+    return settings(values), window_update(0, more) if more else b""
 
 
 class Control:
@@ -106,7 +107,10 @@ class Control:
         if len(payload) != 8:
             raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "PING is not of eight bytes")
         if not flags & ACK:
-            self._floods.count(Flood.PINGS, self.now)
+            if self._out.data_written:  # gRPC's clients measure the way by a PING whenever they get DATA
+                self._out.data_written = False
+            else:
+                self._floods.count(Flood.PINGS, self.now)
             self._out.parts.append(frame(FrameType.PING, ACK, 0, payload))
             return
         self._floods.count(Flood.EMPTY_FRAMES, self.now)

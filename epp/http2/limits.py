@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Final
 
+from epp.http2.codes import DEFAULT_WINDOW_BYTES, GREATEST_WINDOW_BYTES, LEAST_MAX_FRAME_BYTES
+
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 
@@ -21,6 +23,7 @@ class Http2Limits:
 
     A peer may send before it has read them, so windows must not be below the 65,535 bytes that every
     connection starts with. `message_bytes` must be 16 KiB or more: a message in one frame is not measured.
+    Raises ValueError for others.
 
     Attributes:
         streams: streams open at one time (SETTINGS_MAX_CONCURRENT_STREAMS); one more is refused.
@@ -62,3 +65,12 @@ class Http2Limits:
     priorities: Rate = field(default=Rate(burst=10_000, per_s=1_000))
     window_updates: Rate = field(default=Rate(burst=100_000, per_s=50_000))
     empty_frames: Rate = field(default=Rate(burst=1_000, per_s=100))
+
+    def __post_init__(self) -> None:
+        least, most = DEFAULT_WINDOW_BYTES, GREATEST_WINDOW_BYTES
+        for name in ("stream_window_bytes", "connection_window_bytes"):
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name}: {getattr(self, name)} is no window; right are {least} to {most}")
+        size, frame_bytes = self.message_bytes, LEAST_MAX_FRAME_BYTES
+        if size < frame_bytes:
+            raise ValueError(f"message_bytes: {size} is less than one frame; the least is {frame_bytes}")

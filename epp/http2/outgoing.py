@@ -32,6 +32,7 @@ class Outgoing:
         room: DATA bytes that may still be written before the next `take`.
         max_frame_bytes: longest DATA frame that the peer takes.
         window_bytes: what the peer grants a new stream.
+        data_written: DATA went to the transport since this was last made False.
         paused_at: since when the socket takes nothing, and messages wait; None while it does.
         waiting: streams with something to send and window of their own, in the order of their turns.
         account: where the bytes of waiting messages are charged.
@@ -43,6 +44,7 @@ class Outgoing:
         "_table_given_up",
         "account",
         "credit",
+        "data_written",
         "flush",
         "max_frame_bytes",
         "parts",
@@ -58,6 +60,7 @@ class Outgoing:
         self.room = output_bytes
         self.max_frame_bytes = LEAST_MAX_FRAME_BYTES
         self.window_bytes = DEFAULT_WINDOW_BYTES
+        self.data_written = False
         self.paused_at: float | None = None
         self.account = account
         self.flush = flush
@@ -97,6 +100,8 @@ class Outgoing:
             return b""
         data = b"".join(self.parts)
         self.parts.clear()
+        if self.room < self._output_bytes:
+            self.data_written = True
         self.room = 0 if self.paused_at is not None else self._output_bytes
         return data
 

@@ -13,6 +13,9 @@ from epp.http2.ports import Ending
 from epp.http2.streams import Stream
 
 SWEEP_S: Final = 5.0
+PRESSED_STALL_S: Final = 10.0
+"""How long a stream may stall while unread replies have brought the process beyond what it may hold."""
+
 DEADLINES_KEPT: Final = 1024
 ALIVE_PING: Final = b"alive?  "
 
@@ -80,6 +83,8 @@ class Patience:
 
     def _sweep(self, now: float) -> None:
         stall_s = self._limits.stall_s
+        if not self._out.account.take(0):
+            stall_s = min(stall_s, PRESSED_STALL_S)
         if self._out.paused_at is not None and now - self._out.paused_at > stall_s:
             raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, f"nothing was read for {stall_s:g} s")
         for stream in tuple(self._streams.values()):

@@ -275,12 +275,15 @@ class Stream:
         return self.state is State.OPEN or self.state is State.HALF_CLOSED
 
     def _answer(self, block: bytes, body: bytes) -> None:
-        """Answer a request that is no gRPC call, with these headers and this body."""
+        """Answer a request that is no gRPC call, with these headers and this body, which may be empty."""
         self.started = True
         self.partial = False
-        self._out.headers(self.id, block, end=False)
+        self._out.headers(self.id, block, end=not body)
         self._finish = (Status.OK, "", Ending.FINISHED)
-        self._wait(body)
+        if body:
+            self._wait(body)
+        else:
+            self._end()
 
     def _finish_as(self, status: Status, details: str, ending: Ending) -> None:
         """End the call after all that was sent. The first to say so counts."""

@@ -29,6 +29,7 @@ _OPTIONS = (
 # A proxy that buffers sends a body as one message. One above the body limit still gets its 413.
 _MESSAGE_PER_BODY = 2
 _MESSAGE_LEAST_BYTES = 4 << 20
+_MESSAGE_MOST_BYTES = (1 << 31) - 1  # of what gRPC's library can be told
 
 _FOREVER_S = float(2**31 - 1)
 
@@ -52,6 +53,7 @@ class GrpcioTransport:
 
     async def start(self, address: str) -> int:
         message_bytes = max(_MESSAGE_PER_BODY * self.body_bytes, _MESSAGE_LEAST_BYTES)
+        message_bytes = min(message_bytes, _MESSAGE_MOST_BYTES)
         sizes = (
             ("grpc.max_receive_message_length", message_bytes),
             ("grpc.max_send_message_length", message_bytes),
@@ -88,7 +90,11 @@ class GrpcioTransport:
         loop = asyncio.current_task()
         assert loop is not None
         call = _Call(context, loop)
-        stream = call.stream = self.make_stream(call.wake)
+        try:
+            stream = call.stream = self.make_stream(call.wake)
+        except Exception as error:
+            name, details = failure(error)
+            await context.abort(grpc.StatusCode[name], details)
         self.counts.opened()
         code = grpc.StatusCode.OK
         try:

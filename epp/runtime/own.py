@@ -59,7 +59,26 @@ class OwnTransport:
             await self._server.stop()
 
     def _process(self, peer: Peer) -> Call:
-        return Process(peer, self.make_stream, self.counts)
+        try:
+            return Process(peer, self.make_stream, self.counts)
+        except Exception as error:  # is told; the other streams of the connection do not hear of it
+            name, details = failure(error)
+            peer.finish(Status[name], details)
+            return _Unmade()
+
+
+class _Unmade:
+    """Behind a stream that could not be made. It is finished already, so nobody listens."""
+
+    def received(self, message: bytes) -> None: ...
+
+    def too_large(self) -> None: ...
+
+    def no_room(self) -> None: ...
+
+    def half_closed(self) -> None: ...
+
+    def ended(self, ending: Ending) -> None: ...
 
 
 class Process:

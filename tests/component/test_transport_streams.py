@@ -342,6 +342,25 @@ async def test_a_fault_of_ours_gives_back_what_was_charged(
         assert "planted" in caplog.text
 
 
+async def test_a_stream_that_cannot_be_made_is_of_itself_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(name) as picker:
+        other = await picker.send(runtime.request_headers(), *runtime.request_body(runtime.chat()))
+        await other.read()
+        with monkeypatch.context() as patch:
+            patch.setattr(stream_module.Stream, "__init__", None)
+            call = await picker.send()
+            assert await finish(call) == []
+            assert await call.code() is grpc.StatusCode.INTERNAL
+            assert "its log has the details" in await call.details()
+        assert "an ext-proc stream failed" in caplog.text
+        assert picker.counts.open == 1
+        assert await other.read() is not grpc.aio.EOF
+        other.cancel()
+        await picker.over()
+
+
 async def test_a_fault_at_the_end_of_a_stream_is_of_that_stream_alone(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

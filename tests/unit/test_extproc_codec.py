@@ -7,7 +7,7 @@ import pytest
 
 from epp import names
 from epp.errors import ProtocolError
-from epp.extproc import codec
+from epp.extproc import codec, quick
 from epp.extproc.records import (
     BodyMode,
     BodyReply,
@@ -69,7 +69,65 @@ def test_header_names_are_lower_case_and_the_raw_value_wins() -> None:
             ("x-empty", b""),
         ),
         True,
+        size=wire.ByteSize(),
     )
+
+
+@pytest.mark.parametrize("direction", ["request_headers", "response_headers"])
+def test_more_headers_than_are_read(direction: str) -> None:
+    wire = pb.ProcessingRequest()
+    headers = getattr(wire, direction).headers.headers
+    for number in range(1024):
+        headers.add(key=b"x-%d" % number)
+    assert len(decoded(wire).headers) == 1024
+    headers.add()
+    with pytest.raises(ProtocolError, match="message with 1025 headers; at most 1024 are read"):
+        decoded(wire)
+
+
+MIB = 1 << 20
+LARGE_BODY = pb.ProcessingRequest(request_body=pb.HttpBody(body=bytes(3 * MIB), end_of_stream=True))
+
+
+def test_a_large_body_with_what_proxies_send_beside_it() -> None:
+    """Before it or behind it: Go writes the body last."""
+    beside = pb.ProcessingRequest(observability_mode=True)
+    with_subset(beside).string_value = "a" * (MIB - 1000)
+    for message in (
+        LARGE_BODY.SerializeToString() + beside.SerializeToString(),
+        beside.SerializeToString() + LARGE_BODY.SerializeToString(),
+        beside.SerializeToString()
+        + b"\xf9\x07"
+        + bytes(8)
+        + LARGE_BODY.SerializeToString()
+        + b"\xfd\x07abcd",
+    ):
+        event = codec.decode(message, 0.0)
+        assert isinstance(event, RequestChunk)
+        assert (len(event.body), event.end_of_stream, event.subset) == (3 * MIB, True, ("a" * (MIB - 1000),))
+
+
+def _field(tag: bytes, content: bytes) -> bytes:
+    return tag + quick.write_varint(len(content)) + content
+
+
+SWELLING: dict[str, bytes] = {
+    "headers of two bytes": _field(b"\x12", _field(b"\x0a", b"\x0a\x00" * MIB)),
+    "one header": _field(b"\x12", _field(b"\x0a", _field(b"\x0a", _field(b"\x1a", bytes(2 * MIB))))),
+    "headers behind a body": b"\x22\x00" + _field(b"\x12", _field(b"\x0a", b"\x0a\x00" * MIB)),
+    "metadata": b"\x2a\x00" + _field(b"\x42", b"\x0a\x00" * MIB),
+    "bodies of nothing": b"\x22\x00" * MIB,
+    "numbers": b"\x22\x00" + b"\x50\x01" * MIB,
+    "a number without end": b"\x50" + b"\x80" * (2 * MIB),
+    "a group": b"\xfb\x07" + b"\x0a\x00" * MIB + b"\xfc\x07",
+}
+
+
+@pytest.mark.parametrize("name", SWELLING)
+def test_what_grows_in_memory_is_not_parsed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "ProcessingRequest", None)
+    with pytest.raises(ProtocolError, match="message with more than 1048576 bytes beside its body"):
+        codec.decode(SWELLING[name], 0.0)
 
 
 def test_modes_are_read_where_the_proxy_says_them() -> None:

@@ -12,13 +12,18 @@ from epp.extproc.records import (
     RequestChunk,
     RequestHeaders,
     Route,
+    Routed,
     Send,
 )
+from epp.payload.records import Api
+from tests.data.extproc.script import placement
+
+HEAD = ((":method", b"POST"),)
 
 
 def begun(budget: BodyBudget, limits: Limits) -> Exchange:
     exchange = Exchange(budget, limits, lambda: "made")
-    assert exchange.receive(RequestHeaders(0.0, ((":method", b"POST"),), False)) == []
+    assert exchange.receive(RequestHeaders(0.0, HEAD, False)) == []
     return exchange
 
 
@@ -66,4 +71,43 @@ def test_the_limit_of_one_body_counts_before_the_budget() -> None:
     assert status_of(exchange.receive(RequestChunk(0.0, b"a" * 41, False))) == 413
     assert budget.used == 0
     assert list(exchange.receive(RequestChunk(0.0, b"a" * 41, True))) == []
+    assert budget.used == 0
+
+
+def test_headers_and_subset_are_held_too() -> None:
+    """Until the request is routed, with all that a hint of many short entries takes in memory."""
+    budget = BodyBudget(1000)
+    exchange = Exchange(budget, Limits(), lambda: "made")
+    assert exchange.receive(RequestHeaders(0.0, HEAD, False, ("a" * 100,), size=200)) == []
+    assert budget.used == 200 + 100 + 64
+    assert exchange.receive(RequestChunk(0.0, b"body", False, ("b", "c"))) == []
+    assert budget.used == 364 + 2 * (1 + 64) + 4
+    (route,) = exchange.receive(RequestChunk(0.0, b"", True))
+    assert isinstance(route, Route)
+    assert route.raw.subset == ("b", "c")
+    assert budget.used == 364 + 134
+    exchange.receive(Closed(0.0))
+    assert budget.used == 0
+
+
+def test_headers_beyond_what_may_be_held() -> None:
+    budget = BodyBudget(1000)
+    waiting = Exchange(budget, Limits(), lambda: "made")
+    assert waiting.receive(RequestHeaders(0.0, HEAD, False, size=900)) == []
+    late = Exchange(budget, Limits(), lambda: "made")
+    assert status_of(late.receive(RequestHeaders(0.0, HEAD, False, size=101))) == 429
+    hinted = Exchange(budget, Limits(), lambda: "made")
+    assert status_of(hinted.receive(RequestHeaders(0.0, HEAD, True, ("a", "b")))) == 429
+    assert budget.used == 900
+    waiting.receive(Closed(0.0))
+    assert budget.used == 0
+
+
+def test_a_routed_request_holds_nothing() -> None:
+    budget = BodyBudget(1000)
+    exchange = begun(budget, Limits())
+    (route,) = exchange.receive(RequestChunk(0.0, b"body", True, ("10.0.0.1:80",)))
+    assert isinstance(route, Route)
+    assert budget.used > 4
+    exchange.receive(Routed(0.0, placement("10.0.0.1:80"), Api.CHAT, "m", "m"))
     assert budget.used == 0

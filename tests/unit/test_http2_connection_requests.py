@@ -266,6 +266,29 @@ def test_no_call_of_grpc_is_answered_for_people_to_read(name: str) -> None:
     peer.nothing_left()
 
 
+def check_head(peer: Wire, **more: str) -> None:
+    """As GET is answered, without the text (RFC 9110, 9.3.2)."""
+    asked_for = asked(peer, method="GET", **more)
+    reply = asked(peer, method="HEAD", **more)
+    length = {"content-length": str(len(asked_for.body) + 1)}  # its name is a letter longer
+    assert dict(reply.headers or []) == dict(asked_for.headers or []) | length
+    assert (reply.body, reply.ended, reply.reset) == (b"", True, None)
+    peer.nothing_left()
+
+
+def test_head_is_answered_without_a_body() -> None:
+    check_head(Wire())
+
+
+def test_head_is_answered_without_a_window() -> None:
+    peer = Wire()
+    stream_id = peer.open(method="HEAD")
+    peer.say(wire.settings(window=0))
+    peer.say(wire.data(stream_id, b"unread", end=True))
+    assert peer.replies[stream_id].ended
+    peer.nothing_left()
+
+
 def test_a_body_that_nobody_wants_passes_unread() -> None:
     """The answer waits for its end; its bytes are given back, and charged to nobody."""
     peer = Wire()

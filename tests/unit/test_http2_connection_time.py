@@ -4,11 +4,13 @@ import struct
 
 import pytest
 
+from epp.http2 import patience
 from epp.http2.codes import Status
 from epp.http2.control import Control
 from epp.http2.limits import Http2Limits
 from epp.http2.patience import Patience
 from epp.http2.ports import Ending
+from epp.http2.rates import Quota
 from epp.http2.streams import Stream
 from tests.data.http2 import peer as wire
 from tests.data.http2.peer import Frame, Wire
@@ -171,6 +173,38 @@ def test_a_slow_reader_that_moves() -> None:
         peer.say(wire.window_update(stream_id, 1))
     assert peer.replies[stream_id].messages == [b"slow"]
     peer.nothing_left()
+
+
+def check_unread_replies_beyond_what_may_be_held() -> None:
+    """Whoever reads nothing at all is given up early, so that others are served again."""
+    account = Quota(100_000)
+    peer, other = Wire(QUIET, account=account), Wire(QUIET, account=account)
+    peer.say(wire.settings(window=0))
+    slow = peer.open()
+    stuck = [peer.open() for _ in range(8)]
+    for stream_id in (slow, *stuck):
+        peer.say(wire.data(stream_id, wire.message(bytes(15_000))))
+    assert account.used > 100_000
+    refused = other.open()
+    other.say(wire.data(refused, wire.message(bytes(15_000))[:100]))
+    assert other.calls[0].events == ["no room"]
+    for _ in range(20):
+        peer.pass_time(1.0)
+        peer.say(wire.window_update(slow, 1))
+    assert [call.endings for call in peer.calls] == [[], *[[Ending.STALLED]] * 8]
+    other.works()
+    peer.say(wire.window_update(slow, 20_000))
+    assert peer.replies[slow].messages == [bytes(15_000)]
+
+
+def test_unread_replies_beyond_what_may_be_held() -> None:
+    check_unread_replies_beyond_what_may_be_held()
+
+
+def test_unread_replies_that_are_as_patient_when_full_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PRESSED_STALL_S", 120.0)
+    with pytest.raises(AssertionError):
+        check_unread_replies_beyond_what_may_be_held()
 
 
 def test_a_socket_that_takes_nothing() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from epp.http2.codes import Status
 from epp.http2.connection import Connection
+from epp.http2.control import Control
 from epp.http2.floods import Flood, Floods
 from epp.http2.limits import Http2Limits, Rate
 from epp.http2.ports import Ending
@@ -161,6 +162,39 @@ def test_one_frame_of_settings_changes_windows_once(monkeypatch: pytest.MonkeyPa
     peer.calls[-1].peer.send(bytes(69_000))
     peer.say(wire.window_update(0, 10_000))
     assert len(peer.replies[ids[-1]].body) == 69_005
+
+
+def measured(rounds: int, *, with_data: bool) -> Wire:
+    """A client of gRPC that sends a PING whenever it has got DATA, to learn how long the way is."""
+    peer = Wire()
+    peer.say(wire.settings(window=1 << 24), wire.window_update(0, 1 << 24))
+    stream_id = peer.open()
+    chunk = wire.data(stream_id, wire.message())
+    for _ in range(rounds):
+        if with_data:
+            peer.connection.receive(chunk, peer.now)
+            peer.connection.take()
+        peer.connection.receive(wire.frame(wire.PING, 0, 0, bytes(8)), peer.now)
+        peer.read()
+    return peer
+
+
+def check_pings_that_follow_data() -> None:
+    peer = measured(3 * LIMITS.pings.burst, with_data=True)
+    peer.works()
+    measured(LIMITS.pings.burst - 5, with_data=False).works()
+
+
+def test_pings_that_follow_data() -> None:
+    check_pings_that_follow_data()
+
+
+def test_pings_without_data_between_them_are_a_flood() -> None:
+    peer = measured(3 * LIMITS.pings.burst, with_data=False)
+    peer.failed_with(CALM)
+    peer = measured(1, with_data=True)
+    peer.say(wire.frame(wire.PING, 0, 0, bytes(8)) * (LIMITS.pings.burst + 5))
+    peer.failed_with(CALM)
 
 
 # -- resets by the peer ----------------------------------------------------------------------------------
@@ -327,6 +361,24 @@ def test_made_us_reset(name: str) -> None:
     check_made_us_reset(name)
 
 
+def test_costly_trailers_of_a_stream_that_is_over() -> None:
+    """Blocks that are decoded and ignored, because their stream is over, have cost as much as any other."""
+    peer = Wire()
+    stream_id = peer.open(wire.EAGER)
+    big = peer.block([("x-big", "a" * 3000)])
+    peer.say(wire.data(stream_id, wire.message()))
+    peer.say(opening(peer.next_id(), big))  # malformed, and yet it is in the table
+    block = b"\xbe" * 12
+    told = len(peer.told)
+    for _ in range(LIMITS.faults.burst - 5):
+        peer.connection.receive(opening(stream_id, block, end=True), peer.now)
+    peer.read()
+    assert len(peer.told) == told
+    peer.works()
+    peer.say(opening(stream_id, block, end=True) * 10)
+    peer.failed_with(CALM)
+
+
 # -- the bucket ----------------------------------------------------------------------------------------
 
 
@@ -349,6 +401,18 @@ def test_a_bucket_that_never_fills_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         test_rapid_reset()
     with pytest.raises(AssertionError):
         check_made_us_reset("window by nothing")
+
+
+def test_pings_that_are_all_counted_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Control.ping
+
+    def wrong(control: Control, flags: int, stream_id: int, payload: bytes) -> None:
+        control._out.data_written = False
+        right(control, flags, stream_id, payload)
+
+    monkeypatch.setattr(Control, "ping", wrong)
+    with pytest.raises(AssertionError):
+        check_pings_that_follow_data()
 
 
 def test_normal_ends_taken_for_early_resets_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

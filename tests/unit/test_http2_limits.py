@@ -14,6 +14,34 @@ from tests.data.http2.peer import Wire
 REFUSED, CALM = 7, 11
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            {"stream_window_bytes": 65_534},
+            "stream_window_bytes: 65534 is no window; right are 65535 to 2147483647",
+        ),
+        ({"connection_window_bytes": 1 << 31}, "connection_window_bytes: 2147483648 is no window; right are"),
+        ({"message_bytes": 16_383}, "message_bytes: 16383 is less than one frame; the least is 16384"),
+    ],
+)
+def test_limits_that_cannot_be_kept(given: dict[str, int], text: str) -> None:
+    """A peer may send 65,535 bytes before it has read any; a message in one frame is not measured."""
+    with pytest.raises(ValueError, match=text):
+        Http2Limits(**given)  # type: ignore[arg-type]
+
+
+def test_the_least_limits() -> None:
+    peer = Wire(Http2Limits(stream_window_bytes=65_535, connection_window_bytes=65_535, message_bytes=16_384))
+    assert [one.kind for one in peer.log] == [wire.SETTINGS, wire.SETTINGS]  # the second acknowledges
+    stream_id = peer.open()
+    body = bytes(16_384)
+    whole = wire.message(body)
+    peer.say(wire.data(stream_id, whole[:16_384]), wire.data(stream_id, whole[16_384:], end=True))
+    assert peer.replies[stream_id].messages == [body]
+    peer.nothing_left()
+
+
 def check_streams_of_a_connection(**first: str) -> None:
     """`first`: of the requests that fill it."""
     peer = Wire(Http2Limits(streams=3, header_block_bytes=100 * KIB))
