@@ -28,6 +28,7 @@ from epp.extproc.records import Refused, Routed
 from epp.payload.records import Api, RawRequest
 from epp.pool.records import Endpoint
 from epp.runtime.grpcio import GrpcioTransport
+from epp.runtime.memory import keep_freed_memory
 from epp.runtime.own import OwnTransport
 from epp.runtime.stream import Deliver, Stream
 from epp.runtime.transport import MakeStream, StreamCounts, Transport
@@ -137,8 +138,10 @@ async def _serve(transport: Transport) -> None:
 @click.option("--decide-ms", default=0.0, help="CPU milliseconds that every decision burns besides.")
 def main(transport: str, cert_path: str, decide_ms: float) -> None:
     """Serve ext-proc over one transport with a stand-in decision."""
+    # As `warmroute serve` does.
+    keep_freed_memory()
     gc.collect()
-    gc.freeze()  # as `warmroute serve` does
+    gc.freeze()
     uvloop.run(_serve(transport_of(transport, certs=cert_path, burn_s=decide_ms / 1000)))
 
 

@@ -1,6 +1,6 @@
 """Requests that come within one window are held and assigned together, before any cache is warm."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal, NamedTuple
 
@@ -217,23 +217,29 @@ class BurstPrefixProducer:
         held.window = window
         return window, fresh
 
-    def settle(self, window: BurstWindow) -> None:
-        """Assign the window's requests; the next one to come opens another."""
+    def settle(self, window: BurstWindow) -> Iterator[Held]:
+        """The window is over, and the next request to come opens another. Its requests, each when it has its
+        place: to be exhausted, in steps as small as one wants.
+
+        The endpoints are those of the first step.
+        """
         if self._window is window:
             self._window = None
         batch = list(window.held)
         window.held.clear()
         for held in batch:
             held.window = None
-        if len(batch) < 2:
-            return
+        return self._assigned(batch) if len(batch) > 1 else iter(batch)
+
+    def _assigned(self, batch: Sequence[Held]) -> Iterator[Held]:
         slots = self._slots(batch[0].subset)
-        places = assign([held.chains for held in batch], len(slots), self._rules)
         endpoints = self._view.endpoints
-        for held, assigned in zip(batch, places, strict=True):
+        for number, assigned in assign([held.chains for held in batch], len(slots), self._rules):
+            held = batch[number]
             if assigned is not None:
                 slot = slots[assigned.replica]
                 held.place = held.place._replace(endpoint=endpoints[slot], slot=slot, ahead=assigned.ahead)
+            yield held
 
     def _slots(self, subset: Sequence[str] | None) -> list[int]:
         """Those that may be assigned, the preferred one of equals first."""

@@ -18,10 +18,10 @@ What is odd about it, and kept: the fair share bounds where a unit may begin, no
 unit exceeds it; with `by_tokens` the total counts what is shared in full, so the bound is loose.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import chain, islice
+from itertools import repeat
 from sys import maxsize
 from typing import NamedTuple
 
@@ -68,20 +68,26 @@ class _Unit(NamedTuple):
     blocks: int
 
 
-def assign(batch: Sequence[Chains], replicas: int, rules: BurstRules) -> list[Assigned | None]:
-    """One place for each request, in order; None where it is no matter of this batch.
+def assign(
+    batch: Sequence[Chains], replicas: int, rules: BurstRules
+) -> Iterator[tuple[int, Assigned | None]]:
+    """One place for each request, by its number; None where it is no matter of this batch. These come first.
+
+    The first step sorts the batch; each further one takes as long as placing one request and noting its
+    blocks.
 
     Args:
         replicas: how many endpoints there are; of equally loaded ones the first is taken.
     """
-    assigned: list[Assigned | None] = [None] * len(batch)
-    units = _units(batch, rules.min_colocate)
-    if units and replicas:
+    units = _units(batch, rules.min_colocate) if replicas else []
+    concerned = {member for unit in units for member in unit.members}
+    for number in range(len(batch)):
+        if number not in concerned:
+            yield number, None
+    if units:
         placing = _Placing(units, replicas, rules)
         for unit in units:
-            for member, where in zip(unit.members, placing.place(unit), strict=True):
-                assigned[member] = where
-    return assigned
+            yield from zip(unit.members, placing.place(unit), strict=True)
 
 
 def _units(batch: Sequence[Chains], min_colocate: int) -> list[_Unit]:
@@ -103,11 +109,8 @@ def _longest_first(unit: _Unit) -> int:
 
 def _sharing(units: Sequence[_Unit], min_colocate: int) -> list[_Unit]:
     """Those of one request whose first blocks another request has too."""
-    begins = [
-        tuple(islice(chain.from_iterable(unit.chains), min_colocate)) if unit.blocks >= min_colocate else ()
-        for unit in units
-    ]
-    requests: dict[tuple[int, ...], int] = {}
+    begins = [_beginning(unit, min_colocate) for unit in units]
+    requests: dict[tuple[tuple[int, int], ...], int] = {}
     for unit, begin in zip(units, begins, strict=True):
         requests[begin] = requests.get(begin, 0) + len(unit.members)
     return [
@@ -115,6 +118,20 @@ def _sharing(units: Sequence[_Unit], min_colocate: int) -> list[_Unit]:
         for unit, begin in zip(units, begins, strict=True)
         if len(unit.members) == 1 and begin and requests[begin] > 1
     ]
+
+
+def _beginning(unit: _Unit, blocks: int) -> tuple[tuple[int, int], ...]:
+    """What stands for its first so many blocks; nothing where it has less."""
+    if unit.blocks < blocks:
+        return ()
+    begin: list[tuple[int, int]] = []
+    for keys in unit.chains:
+        looked_at = min(len(keys), blocks)
+        begin.append((looked_at, keys[looked_at - 1]))
+        blocks -= looked_at
+        if not blocks:
+            break
+    return tuple(begin)
 
 
 class _Placing:
@@ -138,16 +155,16 @@ class _Placing:
             for replica in range(replicas):
                 self._index.set_capacity(replica, room)
 
-    def place(self, unit: _Unit) -> list[Assigned]:
-        """Where each of its requests goes, in order."""
+    def place(self, unit: _Unit) -> Iterator[Assigned]:
+        """Where each of its requests goes, in order. Its blocks are noted with the first on an endpoint."""
         rules, blocks = self._rules, unit.blocks
         shared = self._shared(unit.chains)
         most = below = rules.max_per_replica or maxsize
         taken: dict[int, int] = {}
         aside: list[tuple[int, int]] = []
-        places: list[Assigned] = []
+        left = len(unit.members)
         replica = None if shared is None else self._most_shared(shared)
-        while (left := len(unit.members) - len(places)) > 0:
+        while left:
             if replica is None:
                 replica = self._least_loaded(taken, below, aside)
             if replica is None:
@@ -158,13 +175,15 @@ class _Placing:
             here = taken.get(replica, 0)
             run = min(left, max(most - here, 1))
             ahead = blocks if here else 0 if shared is None else int(shared[replica])
-            places += [Assigned(replica, ahead), *[Assigned(replica, blocks)] * (run - 1)]
             taken[replica] = here + run
+            left -= run
             self._charge(replica, blocks - ahead if rules.by_tokens else run)
+            if not here:
+                self._hold(unit.chains, replica)
+            yield Assigned(replica, ahead)
+            yield from repeat(Assigned(replica, blocks), run - 1)
             replica = None
         self._restore(aside)
-        self._hold(unit.chains, taken)
-        return places
 
     def _charge(self, replica: int, load: int) -> None:
         if load:
@@ -176,11 +195,10 @@ class _Placing:
             heappush(self._least, entry)
         aside.clear()
 
-    def _hold(self, chains: Chains, replicas: Iterable[int]) -> None:
+    def _hold(self, chains: Chains, replica: int) -> None:
         if self._index is not None:
-            for replica in replicas:
-                for keys in chains:
-                    self._index.insert(keys, replica)
+            for keys in chains:
+                self._index.insert(keys, replica)
 
     def _shared(self, chains: Chains) -> Ints | None:
         """Leading blocks held, over all prompts up to the first that nobody holds to its end.

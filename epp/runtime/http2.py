@@ -21,6 +21,8 @@ TICK_S: Final = 0.5
 LINGER_S: Final = 2.0
 BACKLOG: Final = 1024
 WRITE_BUFFER_BYTES: Final = 1 << 20
+LONG_READ_BYTES: Final = 128 << 10
+READ_AT_ONCE_BYTES: Final = 1 << 20
 CONNECTIONS: Final = 4096
 STREAMS_IN_PROCESS: Final = 50_000
 
@@ -122,9 +124,12 @@ class Http2Server:
 
 
 class _Protocol(asyncio.Protocol):
-    """One connection: everything that came in one read is answered in one write."""
+    """One connection: everything that came in one read is answered in one write.
 
-    __slots__ = ("_closing", "_flush_due", "_loop", "_server", "_transport", "connection")
+    After long reads of `READ_AT_ONCE_BYTES`, and after a full write, the others have their turn.
+    """
+
+    __slots__ = ("_closing", "_flush_due", "_loop", "_read_at_once", "_server", "_transport", "connection")
 
     _transport: asyncio.Transport
     connection: Connection
@@ -134,6 +139,7 @@ class _Protocol(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._closing = False
         self._flush_due = False
+        self._read_at_once = 0
 
     # -- asyncio -------------------------------------------------------------------------------------
 
@@ -168,8 +174,12 @@ class _Protocol(asyncio.Protocol):
         reply = connection.take()
         if reply:
             self._transport.write(reply)
-        if connection.out.waiting or connection.over or self._server.draining:
+        if connection.over or self._server.draining:
             self._flush()
+        elif connection.out.waiting:
+            self.flush_soon()
+        if len(data) > LONG_READ_BYTES:
+            self._read_long(len(data))
 
     def pause_writing(self) -> None:
         """What is not read by the peer is not to be added to: nothing more is read from it either."""
@@ -178,8 +188,7 @@ class _Protocol(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.connection.resume()
-        if not self._closing:
-            self._transport.resume_reading()
+        self._read_on()
         self._flush()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -207,14 +216,29 @@ class _Protocol(asyncio.Protocol):
         self._closing = True
         self._transport.abort()
 
+    def _read_long(self, size: int) -> None:
+        """uvloop reads on while there is something to read: megabytes, before it hears anybody else."""
+        self._read_at_once += size
+        if self._read_at_once >= READ_AT_ONCE_BYTES and not self._transport.is_closing():
+            self._read_at_once = 0
+            self._transport.pause_reading()
+            self._loop.call_later(0, self._read_on)
+
+    def _read_on(self) -> None:
+        if self.connection.out.paused_at is None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
     def _flush(self) -> None:
-        """Write until the socket, or the peer's windows, take no more; then end what is over."""
+        """Write what the socket takes at a time, in turns until there is no more; then end what is over."""
         self._flush_due = False
         connection = self.connection
-        while data := connection.take():
-            if not self._closing:
-                self._transport.write(data)
-        if connection.over or (self._server.draining and connection.drained):
+        data = connection.take()
+        if data and not self._closing:
+            self._transport.write(data)
+        if data and connection.out.waiting:
+            self._flush_due = True
+            self._loop.call_later(0, self._flush)
+        elif connection.over or (self._server.draining and connection.drained):
             self._close()
 
     def _close(self) -> None:

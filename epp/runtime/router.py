@@ -4,16 +4,18 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
+from typing import Final
 
+import msgspec
 import numpy as np
 
-from epp.director import Director, Need, Prepared, Refusal
+from epp.director import Director, Need, NeedResult, Prepared, Refusal
 from epp.errors import InternalError, RequestError
 from epp.extproc.records import Refused, Routed, Scores
 from epp.kvcache.burst import BurstNeed
 from epp.payload.records import RawRequest
 from epp.pool.records import PoolView
-from epp.runtime.decoder import Decoder, is_large
+from epp.runtime.decoder import Decoder, is_laborious, is_large
 from epp.runtime.needs import Perform, fulfil, nobody
 from epp.runtime.recorder import RuntimeRecorder
 from epp.runtime.stream import Deliver
@@ -21,6 +23,9 @@ from epp.runtime.turns import Turns
 from epp.scheduling.records import AnswerFact, Completed, Edits, Metadata, Placement, TicketId
 
 log = logging.getLogger(__name__)
+
+LONG_BODY_BYTES: Final = 256 << 10
+"""Longer bodies take so long that they are looked at, read and placed in one turn of the loop each."""
 
 
 class Router:
@@ -57,8 +62,11 @@ class Router:
         or this turn of the loop has placed enough.
         """
         received_at = self._clock()
+        if len(raw.body) > LONG_BODY_BYTES:
+            self._turns.wait(partial(self._look, raw, received_at, deliver))
+            return None
         if not self._turns.free:
-            self._turns.wait(lambda: self._route_late(raw, received_at, deliver))
+            self._turns.wait(partial(self._route_late, raw, received_at, deliver))
             return None
         outcome = self._route(raw, received_at, deliver)
         self._turns.spent((self._clock() if outcome is None else outcome.at) - received_at)
@@ -74,6 +82,14 @@ class Router:
             return self._routed(raw, partial(self._director.prepare, raw, received_at), deliver)
         self._begin(self._route_large(raw, received_at, deliver))
         return None
+
+    def _look(self, raw: RawRequest, received_at: float, deliver: Deliver) -> None:
+        """Begin with a long body. The choice follows in turns of its own."""
+        if is_large(raw, self._director.plugins.parsers):
+            self._begin(self._route_large(raw, received_at, deliver))
+        else:
+            prepare = partial(self._director.prepare, raw, received_at)
+            self._turns.wait(partial(self._route_parsed, raw, prepare, deliver))
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -92,6 +108,9 @@ class Router:
         if prepared.needs:
             self._begin(self._route_needing(raw, prepared, deliver))
             return None
+        if len(raw.body) > LONG_BODY_BYTES:
+            self._turns.wait(lambda: deliver(self._place(raw, prepared)))
+            return None
         return self._place(raw, prepared)
 
     async def _route_needing(self, raw: RawRequest, prepared: Prepared, deliver: Deliver) -> None:
@@ -100,8 +119,28 @@ class Router:
             results = await fulfil(prepared.needs, self._perform)
         finally:
             del self._needs[id(raw)]
+        prepared, results = await self._read_elsewhere(prepared, results)
         satisfied = partial(self._director.satisfied, prepared, results)
         self._turns.do(lambda: self._route_parsed(raw, satisfied, deliver))
+
+    async def _read_elsewhere(
+        self, prepared: Prepared, results: tuple[NeedResult, ...]
+    ) -> tuple[Prepared, tuple[NeedResult, ...]]:
+        """Have the child read a long answer of a render service; what is left then."""
+        needs: list[Need] = []
+        left: list[NeedResult] = []
+        request = prepared.request
+        for need, result in zip(prepared.needs, results, strict=True):
+            if isinstance(result, bytes) and is_laborious(result):
+                try:
+                    request = await self.decoder.with_tokens(request, result)
+                except Exception as error:  # is told as any other answer's
+                    needs.append(need)
+                    left.append(error)
+            else:
+                needs.append(need)
+                left.append(result)
+        return msgspec.structs.replace(prepared, request=request, needs=tuple(needs)), tuple(left)
 
     def _route_parsed(self, raw: RawRequest, prepare: Callable[[], Prepared], deliver: Deliver) -> None:
         outcome = self._routed(raw, prepare, deliver)

@@ -11,9 +11,9 @@ from typing import Final, NamedTuple, TypeVar
 
 import grpc
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, padding, rsa
 from cryptography.x509.oid import NameOID
 
 from epp.errors import ConfigError, Problem
@@ -170,12 +170,26 @@ def _parsed(file: Path, parse: Callable[[bytes], T], problems: list[Problem]) ->
 
 
 def _private_key(pem: bytes) -> _Key:
-    key = serialization.load_pem_private_key(pem, None)
-    if isinstance(key, rsa.RSAPrivateKey | ed25519.Ed25519PrivateKey):
+    # The library's own check of an RSA key looks whether its factors are primes: 50 ms, a second for 4096
+    # bits, in which no other thread gets on.
+    key = serialization.load_pem_private_key(pem, None, unsafe_skip_rsa_key_validation=True)
+    if isinstance(key, rsa.RSAPrivateKey):
+        _check_rsa(key)
+        return key
+    if isinstance(key, ed25519.Ed25519PrivateKey):
         return key
     if isinstance(key, ec.EllipticCurvePrivateKey) and isinstance(key.curve, _CURVES):
         return key
     raise ValueError("gRPC serves RSA, Ed25519 and ECDSA P-256, P-384, P-521 keys only")
+
+
+def _check_rsa(key: rsa.RSAPrivateKey) -> None:
+    """Raises ValueError where its signatures are not good."""
+    try:
+        signature = key.sign(b"", padding.PKCS1v15(), hashes.SHA256())
+        key.public_key().verify(signature, b"", padding.PKCS1v15(), hashes.SHA256())
+    except (InvalidSignature, ValueError):
+        raise ValueError("its parts are not those of one RSA key") from None
 
 
 def _chain(pem: bytes) -> list[x509.Certificate]:

@@ -18,8 +18,9 @@ class Turns:
     does at least one piece of work, and no further one when `SLICE_S` are used up: nothing else waits for
     longer than this and one piece of work.
 
-    The caller asks `free`; then it either works and tells `spent`, or hands the work to `wait`. Outside of a
-    running loop there is nobody to take turns with, and it is always free.
+    The caller asks `free`; then it either works and tells `spent`, or hands the work to `wait`, as it does
+    with work that is long by itself. Outside of a running loop there is nobody to take turns with: it is
+    always free, and nothing can wait.
     """
 
     __slots__ = ("_clock", "_loop", "_scheduled", "_used_s", "_waiting")
@@ -46,15 +47,15 @@ class Turns:
         """So much time went into work that was done in place."""
         if self._scheduled is None:
             try:
-                loop = asyncio.get_running_loop()
+                self._begin(asyncio.get_running_loop())
             except RuntimeError:
                 return
-            self._scheduled = loop.call_soon(self._turn)
-            self._loop = loop
         self._used_s += seconds
 
     def wait(self, work: Callable[[], None]) -> None:
-        """Do it in a later turn. Only where it is not free now. What it raises is logged."""
+        """Do it in a later turn, be it free now or not. What it raises is logged."""
+        if self._scheduled is None:
+            self._begin(asyncio.get_running_loop())
         self._waiting.append(work)
 
     def do(self, work: Callable[[], None]) -> None:
@@ -73,6 +74,10 @@ class Turns:
             self._scheduled.cancel()
             self._scheduled = None
         self._used_s = 0.0
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._scheduled = loop.call_soon(self._turn)
 
     def _turn(self) -> None:
         """The turn in which work was done is over.

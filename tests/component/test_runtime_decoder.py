@@ -10,20 +10,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from epp import errors
-from epp.errors import BadRequest, InternalError, PayloadTooLarge, RequestError
+from epp.errors import BadRequest, InternalError, NeedFailed, PayloadTooLarge, RequestError
 from epp.payload.apis import DEFAULT_PARSERS, ParserSet
 from epp.payload.estimate import Estimate, ImageEstimate, StaticImage
 from epp.payload.records import Api, RawRequest
+from epp.payload.render import with_tokens
 from epp.payload.request import parse_request
 from epp.runtime import decoder as decoder_module
-from epp.runtime.decoder import CHILD_BODY_BYTES, Decoder, is_large
+from epp.runtime.decoder import CHILD_BODY_BYTES, Decoder, is_laborious, is_large
 
 LIMIT = 8 << 20
 PATH = "/v1/chat/completions"
@@ -169,6 +172,74 @@ async def test_errors_travel_back_whole(decoder: Decoder) -> None:
     assert "messages" in caught.value.message
     with pytest.raises(PayloadTooLarge, match=str(LIMIT)):
         await decoder.parse(raw(b"x" * (LIMIT + 1)))
+
+
+@pytest.fixture
+async def hasty(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Decoder]:
+    """Its child gives each body a twentieth of a second: `fork` takes the altered module along."""
+    monkeypatch.setattr(decoder_module, "CHILD_CPU_S", 0.05)
+    monkeypatch.setattr(decoder_module, "_start", forked)
+    made = Decoder(LIMIT)
+    yield made
+    made.close()
+
+
+def forked() -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("fork")
+    return ProcessPoolExecutor(1, mp_context=context, initializer=decoder_module._begin)
+
+
+EMPTY_MESSAGES = body_of(512 << 10, b'{"model":"m","messages":[', b"{}", b"]}")
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+async def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read(hasty: Decoder) -> None:
+    for _ in range(2):
+        with pytest.raises(PayloadTooLarge, match="so many values that they are not read within 0.05 s"):
+            await hasty.parse(raw(EMPTY_MESSAGES))
+        assert (await hasty.parse(raw(chat(1_000_000)))).request.model == "m"
+    assert len(multiprocessing.active_children()) == 1
+
+
+def endless(read: Callable[[], Any]) -> Any:
+    return read()
+
+
+def refuses_all(read: Callable[[], Any]) -> Any:
+    raise PayloadTooLarge("so many values that they are not read within 0.05 s")
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("fault", [endless, refuses_all])
+async def test_a_child_without_a_bound_is_noticed(
+    fault: Any, hasty: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder_module, "_timed", fault)
+    with pytest.raises((PayloadTooLarge, pytest.fail.Exception)):
+        await test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read(hasty)
+
+
+TOKENS = list(range(1000, 200_000))
+
+
+async def test_the_child_reads_a_rendered_prompt_as_the_parent_would(decoder: Decoder) -> None:
+    asked = parse_request(raw(chat(1000)), max_bytes=LIMIT).request
+    answer = json.dumps({"token_ids": TOKENS}).encode()
+    assert is_laborious(answer)
+    found = await decoder.with_tokens(asked, answer)
+    assert found == with_tokens(asked, answer)
+    assert found.prompt_tokens == len(TOKENS)
+
+
+@pytest.mark.parametrize("answer", [b"", b"[]", b'{"token_ids":["a"]}'])
+async def test_a_rendered_prompt_that_is_none(answer: bytes, decoder: Decoder) -> None:
+    asked = parse_request(raw(chat(10)), max_bytes=LIMIT).request
+    with pytest.raises(NeedFailed) as here:
+        with_tokens(asked, answer)
+    with pytest.raises(NeedFailed) as there:
+        await decoder.with_tokens(asked, answer)
+    assert (there.value.reason, str(there.value)) == (here.value.reason, str(here.value))
+    assert (await decoder.parse(raw(chat(10)))).request.model == "m", "the child lives"
 
 
 def test_every_request_error_survives_pickling() -> None:

@@ -309,6 +309,28 @@ async def test_a_large_body_is_rendered_too() -> None:
         assert failures(app) == 0
 
 
+@pytest.mark.parametrize(("ids", "charged"), [(150_000, 150_000), (-1, 2)])
+async def test_a_long_answer_is_read_in_the_child(
+    ids: int, charged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that cannot be used as well: the request is placed without."""
+
+    async def long(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"token_ids": [*range(max(ids, 0)), *["no"] * 20_000 * (ids < 0)]})
+
+    def here(request: Any, answer: bytes) -> Any:
+        raise AssertionError("read on the loop")
+
+    monkeypatch.setattr("epp.director.with_tokens", here)
+    async with picking(long) as app:
+        client = await Client(app).routed(runtime.chat("x"))
+        assert app.ledger.total_prefill_tokens == charged
+        assert failures(app) == failures(app, "unreadable") == (ids < 0)
+        client.end()
+        assert runtime.nothing_left(app)()
+        app.router.close()
+
+
 class Gate:
     """A service that answers when it is opened."""
 
@@ -454,6 +476,14 @@ async def test_needs_are_awaited_together_and_told_in_order() -> None:
 
     async with asyncio.timeout(20):
         assert await fulfil([need("a"), need("b")], perform) == (b"a", b"b")
+
+
+async def test_the_deadline_is_that_of_the_most_patient() -> None:
+    async def perform(need: RenderNeed) -> bytes:
+        await asyncio.sleep(0.05)
+        return need.url.encode()
+
+    assert await fulfil([need("a", 0.001), need("b")], perform) == (b"a", b"b")
 
 
 async def test_what_is_there_at_the_deadline_counts() -> None:

@@ -215,6 +215,13 @@ WEAK = rsa.generate_private_key(65537, 1024)
 OTHER = ec.generate_private_key(ec.SECP256R1())
 
 
+def mixed_up() -> rsa.RSAPrivateKey:
+    """The modulus of one key, the secret exponents of another."""
+    own, other = WEAK.private_numbers(), rsa.generate_private_key(65537, 1024).private_numbers()
+    parts = (own.p, own.q, other.d, other.dmp1, other.dmq1, own.iqmp, own.public_numbers)
+    return rsa.RSAPrivateNumbers(*parts).private_key(unsafe_skip_rsa_key_validation=True)
+
+
 @pytest.mark.parametrize(
     ("key", "chain", "said"),
     [
@@ -229,6 +236,7 @@ OTHER = ec.generate_private_key(ec.SECP256R1())
         (pem_of(ODD), certificate_for(ODD), ["tls.key: cannot be used: gRPC serves RSA"]),
         (pem_of(OTHER), certificate_for(KEY), ["tls.key: is not the key of the first certificate"]),
         (pem_of(WEAK), certificate_for(WEAK), ["tls.crt: cannot be used: ee key too small"]),
+        (pem_of(mixed_up()), certificate_for(WEAK), ["tls.key: cannot be used"]),
         (
             pem_of(KEY),
             certificate_for(OTHER) + certificate_for(KEY),
@@ -487,6 +495,20 @@ async def test_a_pair_written_in_small_pieces_is_read_when_it_is_whole(
         await until(lambda: serves(port, new))
         task.cancel()
     assert errors(caplog) == []
+
+
+def test_no_rsa_key_is_looked_at_for_primes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes 50 ms and more, in which no thread gets on, the loop's neither."""
+    asked: list[bool] = []
+    right = serialization.load_pem_private_key
+
+    def load(pem: bytes, password: None, *, unsafe_skip_rsa_key_validation: bool = False) -> Any:
+        asked.append(unsafe_skip_rsa_key_validation)
+        return right(pem, password, unsafe_skip_rsa_key_validation=unsafe_skip_rsa_key_validation)
+
+    monkeypatch.setattr(serialization, "load_pem_private_key", load)
+    Certificates(folder(tmp_path, *self_signed(rsa_key=True)))
+    assert asked == [True]
 
 
 async def test_a_self_signed_certificate_is_not_followed() -> None:

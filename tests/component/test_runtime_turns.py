@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import uvloop
 
+from epp.runtime import router as router_module
 from epp.runtime import turns as turns_module
 from epp.runtime.app import App
+from epp.runtime.router import Router
 from epp.runtime.stream import Stream
 from epp.runtime.turns import SLICE_S, Turns
 from tests.data.runtime import picker as runtime
@@ -297,3 +299,106 @@ async def test_who_is_in_the_queue_when_the_picker_ends_holds_nothing(app: App) 
         await asyncio.sleep(0)
     assert second.woken == 0
     assert not any(runtime.left_over(app).values())
+
+
+# -- long bodies ------------------------------------------------------------------------------------
+
+
+async def check_a_long_body(app: App, monkeypatch: pytest.MonkeyPatch, size: int, *, apart: bool) -> None:
+    """What is done with it, and the turns of the loop between."""
+    order: list[str] = []
+
+    def told(owner: Any, name: str, step: str) -> None:
+        right = getattr(owner, name)
+
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            order.append(step)
+            return right(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    async def tick() -> None:
+        while True:
+            order.append("turn")
+            await asyncio.sleep(0)
+
+    told(router_module, "is_large", "look")
+    told(app.director, "prepare", "read")
+    told(app.director, "submit", "place")
+    ticking = asyncio.create_task(tick())
+    await asyncio.sleep(0)
+    order.clear()
+    asked = Asked(app)
+    asked.ask(runtime.chat("x" * size))
+    assert order == ([] if apart else ["look", "read", "place"])
+    await turn_comes(lambda: "place" in order)
+    ticking.cancel()
+    assert [step for step in order if step != "turn"] == ["look", "read", "place"]
+    if apart:
+        at = [order.index(step) for step in ("look", "read", "place")]
+        assert all("turn" in order[one:other] for one, other in zip([0, *at], at, strict=False))
+    assert asked.kinds[:2] == PLACED
+    asked.answer()
+    assert not any(runtime.left_over(app).values())
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
+@pytest.mark.parametrize(("size", "apart"), [(100, False), (300_000, True), (1_900_000, True)])
+async def test_a_long_body_is_looked_at_read_and_placed_in_turns(
+    size: int, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns_module, "SLICE_S", 1e-12)
+    await check_a_long_body(runtime.picker(), monkeypatch, size, apart=apart)
+
+
+async def test_a_long_body_that_cannot_be_read_is_refused(app: App) -> None:
+    asked = Asked(app)
+    asked.ask(b"x" * 300_000)
+    await turn_comes(lambda: asked.woken == 1)
+    assert asked.kinds == ["immediate_response"]
+    assert not any(runtime.left_over(app).values())
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_who_leaves_between_the_turns_of_a_long_body_leaves_nothing(app: App, turns: int) -> None:
+    asked = Asked(app)
+    asked.ask(runtime.chat("x" * 300_000))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    asked.stream.closed(error=True)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert asked.stream.finished
+    assert not any(runtime.left_over(app).values())
+
+
+def looks_and_reads(router: Router, raw: Any, received_at: float, deliver: Any) -> None:
+    router_module.is_large(raw)
+    router._route_parsed(raw, lambda: router._director.prepare(raw, received_at), deliver)
+
+
+def at_once(router: Router, raw: Any, deliver: Any) -> Any:
+    return router._route(raw, router._clock(), deliver)
+
+
+class InPlace(Turns):
+    def wait(self, work: Callable[[], None]) -> None:
+        work()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (Router, "_look", looks_and_reads),
+        (Router, "route", at_once),
+        (router_module, "Turns", InPlace),
+        (router_module, "LONG_BODY_BYTES", 1 << 30),
+    ],
+)
+async def test_a_long_body_in_too_few_turns_is_noticed(
+    owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns_module, "SLICE_S", 1e-12)
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises(AssertionError):
+        await check_a_long_body(runtime.picker(), monkeypatch, 300_000, apart=True)

@@ -1,7 +1,8 @@
 """Requests held until their window is over, in a real picker over its socket."""
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,12 +11,14 @@ from aiohttp import web
 
 from epp import names
 from epp.config.load import load_config
-from epp.kvcache.burst import BurstNeed, BurstPrefixProducer, BurstWindow
+from epp.kvcache.burst import BurstNeed, BurstPlace, BurstPrefixProducer, BurstWindow, Held
 from epp.runtime import windows as windows_module
 from epp.runtime.app import App
 from epp.runtime.options import TRANSPORTS
 from epp.runtime.router import Router
+from epp.runtime.turns import SLICE_S
 from epp.runtime.windows import Windows
+from epp.scheduling.records import FactKey
 from epp.wire import ext_proc_pb2 as pb
 from tests.data.extproc import over_wire as wire
 from tests.data.runtime import picker as runtime
@@ -269,16 +272,120 @@ async def test_exact_tokens_come_first(timers: Timers) -> None:
         await runner.cleanup()
 
 
+# -- in steps -----------------------------------------------------------------------------------------
+
+
+class Steps:
+    """A window of many requests, whose producer takes its time over each."""
+
+    def __init__(self, requests: int, cost_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.cost_s = cost_s
+        self.window = BurstWindow(0.1)
+        self.held = [Held(([1],), None, BurstPlace(1, 64)) for _ in range(requests)]
+        self.breaks_at: int | None = None
+        monkeypatch.setattr(windows_module.time, "monotonic", lambda: self.now)
+
+    def enter(self, held: Held) -> tuple[BurstWindow, bool]:
+        self.window.held[held] = None
+        held.window = self.window
+        return self.window, len(self.window.held) == 1
+
+    def settle(self, window: BurstWindow) -> Iterator[Held]:
+        batch, window.held = list(window.held), {}
+        for number, held in enumerate(batch):
+            if number == self.breaks_at:
+                raise RuntimeError("broken")
+            self.now += self.cost_s
+            held.place = held.place._replace(ahead=1)
+            yield held
+
+    async def woken(self, timers: Timers) -> list[int]:
+        """How many go on in each turn of the loop."""
+        windows = Windows(never_asked)
+        needs: Any = [BurstNeed(self, held, FactKey("place", KIND), 1.0) for held in self.held]  # type: ignore[arg-type]
+        tasks = [asyncio.create_task(windows(need)) for need in needs]
+        await asyncio.sleep(0)
+        timers.run_out()
+        turns: list[int] = []
+        async with asyncio.timeout(20):
+            while not all(task.done() for task in tasks):
+                before = sum(task.done() for task in tasks)
+                await asyncio.sleep(0)
+                turns.append(sum(task.done() for task in tasks) - before)
+        assert windows.open == {}
+        assert windows._waiting == {}
+        return [count for count in turns if count]
+
+
+async def never_asked(need: Any) -> bytes:
+    raise AssertionError
+
+
+async def check_few_at_a_time(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(40, 0.0, monkeypatch)
+    assert await steps.woken(timers) == [16, 16, 8]
+    assert {held.place.ahead for held in steps.held} == {1}
+    slow = Steps(6, 0.4 * SLICE_S, monkeypatch)
+    assert await slow.woken(timers) == [3, 3], "until the slice is used up"
+
+
+async def test_a_window_goes_on_in_turns(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
+    await check_few_at_a_time(timers, monkeypatch)
+
+
+async def test_if_a_fault_ends_it_all_go_on_without_a_place(
+    timers: Timers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = Steps(20, 0.0, monkeypatch)
+    steps.breaks_at = 18
+    assert await steps.woken(timers) == [16, 4]
+    assert [held.place.ahead for held in steps.held] == [1] * 18 + [0] * 2
+    assert "could not be assigned" in caplog.text
+
+
+def all_at_once(self: Windows, settled: Iterator[Held], came: list[Held]) -> None:
+    for held in settled:
+        self._wake(held)
+
+
+def counts_nothing(self: Windows, settled: Iterator[Held], came: list[Held]) -> None:
+    until = windows_module.time.monotonic() + SLICE_S
+    for held in settled:
+        self._wake(held)
+        if windows_module.time.monotonic() >= until:
+            asyncio.get_running_loop().call_later(0, lambda: counts_nothing(self, settled, came))
+            return
+
+
+def looks_at_no_clock(self: Windows, settled: Iterator[Held], came: list[Held]) -> None:
+    for woken, held in enumerate(settled, 1):
+        self._wake(held)
+        if woken == windows_module.WOKEN_AT_ONCE:
+            asyncio.get_running_loop().call_later(0, lambda: looks_at_no_clock(self, settled, came))
+            return
+
+
+@pytest.mark.parametrize("fault", [all_at_once, counts_nothing, looks_at_no_clock])
+async def test_steps_that_are_too_long_are_noticed(
+    fault: Any, timers: Timers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Windows, "_go_on", fault)
+    with pytest.raises(AssertionError):
+        await check_few_at_a_time(timers, monkeypatch)
+
+
 # -- planted faults -----------------------------------------------------------------------------------
 
 
 def never_over(self: Windows, producer: BurstPrefixProducer, window: BurstWindow) -> None:
-    self.open.pop(window).set()
+    for held in self.open.pop(window):
+        self._wake(held)
 
 
 async def waits_for_nobody(self: Windows, need: BurstNeed) -> Any:
     window, _ = need.producer.enter(need.held)
-    need.producer.settle(window)
+    list(need.producer.settle(window))
     return need.held.place
 
 

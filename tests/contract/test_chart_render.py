@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import click
 import helm_python
@@ -488,6 +487,36 @@ def test_constraints_spread_the_right_pods(path: str) -> None:
     assert "replicas" not in deployment
 
 
+@pytest.mark.parametrize(
+    ("case", "waits_s", "drain_s"),
+    [("gateway", 0, 30), ("sidecar", 120, 1), ("service", 0, 30), ("no-proxy", 0, 30)],
+)
+def test_a_picker_ends_with_the_proxy_that_asks_it(case: str, waits_s: int, drain_s: int) -> None:
+    """Unless others wait for its lease."""
+    for leader in (False, True):
+        found = objects(values(MATRIX[case], LEADER if leader else {}))
+        picker = container(found)
+        hook = {"preStop": {"sleep": {"seconds": waits_s}}} if waits_s and not leader else None
+        assert picker.get("lifecycle") == hook
+        assert rendering.parsed(picker["args"]).drain_timeout == (30 if leader else drain_s)
+        if case == "sidecar":
+            assert container(found, "envoy")["lifecycle"]["preStop"]["sleep"]["seconds"] == 120
+
+
+def test_a_drain_timeout_of_ones_own_counts() -> None:
+    given = values(STANDALONE, {"router": {"epp": {"flags": {"drain-timeout": "9s"}}}})
+    assert rendering.parsed(container(objects(given))["args"]).drain_timeout == 9
+
+
+@matrix
+def test_a_picker_that_hangs_is_given_less_time_than_one_that_ends(case: str) -> None:
+    """What it was answering is lost in either case."""
+    found = rendered(case)
+    spec = one(found, "Deployment")["spec"]["template"]["spec"]
+    probe = container(found)["livenessProbe"]
+    assert probe["terminationGracePeriodSeconds"] == 10 < spec["terminationGracePeriodSeconds"]
+
+
 # -- services, rights, routes ----------------------------------------------------------------------
 
 
@@ -655,34 +684,6 @@ def test_route_and_destination_rule() -> None:
 )
 def test_notes_tell_the_next_command(case: str, expected: str) -> None:
     assert expected in rendering.notes(values(MATRIX[case]))
-
-
-@matrix
-def test_network_policies_cover_the_pods_and_admit_their_ports(case: str) -> None:
-    found = rendered(case)
-    policies = of_kind(found, "NetworkPolicy")
-    wanted = values(MATRIX[case])["router"].get("networkPolicy", {}).get("enabled", False)
-    assert bool(policies) == wanted
-    for policy in policies:
-        templates = [each["spec"]["template"] for each in of_kind(found, "Deployment")]
-        selector = policy["spec"]["podSelector"]["matchLabels"]
-        (template,) = [each for each in templates if selects(selector, each["metadata"]["labels"])]
-        ports = [port for each in template["spec"]["containers"] for port in each["ports"]]
-        known = {port["name"] for port in ports} | {port["containerPort"] for port in ports}
-        admitted = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
-        assert admitted <= known
-        assert {"http", "metrics"} & {port["name"] for port in ports} <= admitted
-
-
-def test_nobody_but_the_proxies_asks_the_picker_where_the_network_is_closed() -> None:
-    def asks(found: list[Object]) -> list[Any]:
-        rules = one(found, "NetworkPolicy")["spec"]["ingress"]
-        return [rule.get("from") for rule in rules if {"port": "grpc"} in rule["ports"]]
-
-    proxies = one(rendered("service"), "Deployment", "rel-proxy")["spec"]["selector"]
-    assert asks(rendered("sidecar-closed")) == []
-    assert asks(rendered("service-closed")) == [[{"podSelector": proxies}]]
-    assert asks(rendered("gateway-everything")) == [None]
 
 
 def test_custom_resource_definitions_come_first_where_they_are_wanted() -> None:

@@ -31,6 +31,13 @@ def chained(texts: Texts) -> Chains:
     )
 
 
+def assigned(batch: Sequence[Chains], replicas: int, rules: BurstRules) -> list[Assigned | None]:
+    """By the requests' order."""
+    found = dict(assign(batch, replicas, rules))
+    assert sorted(found) == list(range(len(batch)))
+    return [found[number] for number in range(len(batch))]
+
+
 class Formula:
     """Slow and plain: who holds what is a set of pairs, the least loaded is looked for among all."""
 
@@ -108,12 +115,12 @@ class Formula:
 
 def check_formula(batch: Sequence[Texts], replicas: int, rules: BurstRules) -> None:
     expected = Formula(batch, replicas, rules).places
-    assert assign([chained(texts) for texts in batch], replicas, rules) == expected
+    assert assigned([chained(texts) for texts in batch], replicas, rules) == expected
 
 
 def check_caps(batch: Sequence[Texts], replicas: int, rules: BurstRules) -> None:
     """Once each and only where there is something in common; within the limits; evenly without them."""
-    places = assign([chained(texts) for texts in batch], replicas, rules)
+    places = assigned([chained(texts) for texts in batch], replicas, rules)
     assert len(places) == len(batch)
     counts: dict[Texts, Counter[int]] = {}
     for texts, place in zip(batch, places, strict=True):
@@ -143,7 +150,7 @@ def check_order(both: tuple[list[Texts], list[Texts]], replicas: int, rules: Bur
     """Where no two units are equally long, it does not matter who came first."""
 
     def counted(texts: Sequence[Texts]) -> Counter[tuple[Texts, Assigned | None]]:
-        return Counter(zip(texts, assign([chained(each) for each in texts], replicas, rules), strict=True))
+        return Counter(zip(texts, assigned([chained(each) for each in texts], replicas, rules), strict=True))
 
     batch, shuffled = both
     assert counted(batch) == counted(shuffled)
@@ -193,7 +200,7 @@ def allows_one_more(self: Any, unit: Any) -> Any:
     if rules.max_per_replica is not None:
         self._rules = replace(rules, max_per_replica=rules.max_per_replica + 1)
     try:
-        return RIGHT["place"](self, unit)
+        return list(RIGHT["place"](self, unit))
     finally:
         self._rules = rules
 
@@ -219,7 +226,7 @@ def charges_all_blocks(self: Any, replica: int, load: int) -> None:
 
 
 def loses_the_last(self: Any, unit: Any) -> Any:
-    places = RIGHT["place"](self, unit)
+    places = list(RIGHT["place"](self, unit))
     return [*places[:-1], None]
 
 

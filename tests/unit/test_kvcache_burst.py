@@ -11,7 +11,7 @@ from epp.config.load import build, load_config
 from epp.director import Director, Plugins
 from epp.errors import NeedFailed
 from epp.kvcache.burst import BurstNeed, BurstPlace, BurstPrefixProducer
-from epp.kvcache.burst_plan import Assigned, BurstRules, assign
+from epp.kvcache.burst_plan import Assigned, BurstRules, Chains, assign
 from epp.kvcache.hashing import all_keys, chain_keys
 from epp.payload.records import Api, InferenceRequest, RawRequest
 from epp.pool.ledger import InflightLedger
@@ -52,7 +52,7 @@ def places(
     assert len(held) == len(requests)
     opened = [producer.enter(one) for one in held]
     assert [fresh for _, fresh in opened] == [True, *[False] * (len(held) - 1)]
-    producer.settle(opened[0][0])
+    list(producer.settle(opened[0][0]))
     return [one.place for one in held]
 
 
@@ -186,8 +186,12 @@ def test_a_partial_block_has_a_key() -> None:
 A, B, C = (1, 2, 3), (1, 2, 4), (7, 8, 9)
 
 
+def assigned(batch: list[Chains], replicas: int, rules: BurstRules) -> list[Assigned | None]:
+    return [place for _, place in sorted(assign(batch, replicas, rules), key=lambda one: one[0])]
+
+
 def plan(*keys: tuple[int, ...], replicas: int = 4, **rules: Any) -> str:
-    found = assign([(each,) for each in keys], replicas, BurstRules(**rules))
+    found = assigned([(each,) for each in keys], replicas, BurstRules(**rules))
     return "".join(["-" if place is None else str(place.replica) for place in found])
 
 
@@ -204,7 +208,7 @@ def test_groups_are_spread() -> None:
     assert plan(*[A] * 3, *[C] * 2, *[B] * 2, replicas=2) == "0001111"
     assert plan(A, A, B) == "00-", "one alone has no place"
     assert plan(A, A, replicas=0) == "--"
-    assert assign([(), (), (A,)], 2, BurstRules(None, 1)) == [None] * 3
+    assert assigned([(), (), (A,)], 2, BurstRules(None, 1)) == [None] * 3
 
 
 def test_the_longest_go_first() -> None:
@@ -243,7 +247,7 @@ def test_tokens_are_balanced_instead_of_requests() -> None:
 
 
 def test_what_is_computed_before() -> None:
-    found = assign([(A,), (A,), (A,), (B,), (B,)], 2, BurstRules(2, 2))
+    found = assigned([(A,), (A,), (A,), (B,), (B,)], 2, BurstRules(2, 2))
     assert found == [
         Assigned(0, 0),
         Assigned(0, 3),
@@ -255,9 +259,9 @@ def test_what_is_computed_before() -> None:
 
 def test_several_prompts_are_shared_up_to_the_first_that_is_not() -> None:
     rules = BurstRules(None, 1)
-    first = assign([(A, C), (A, C), (A, (5,))], 1, rules)[2]
+    first = assigned([(A, C), (A, C), (A, (5,))], 1, rules)[2]
     assert first == Assigned(0, 3)
-    second = assign([(A, C), (A, C), ((1, 2, 4), C)], 1, rules)[2]
+    second = assigned([(A, C), (A, C), ((1, 2, 4), C)], 1, rules)[2]
     assert second == Assigned(0, 2), "the second prompt is not looked at"
 
 
@@ -282,7 +286,7 @@ def test_only_candidates_of_the_first_subset() -> None:
     needs = [producer.hold(twice[0], subset) for subset in (only, None)]
     held = [need.held for need in needs if need]
     windows = [producer.enter(one)[0] for one in held]
-    producer.settle(windows[0])
+    list(producer.settle(windows[0]))
     assert names([one.place for one in held]) == "cc"
 
 
@@ -350,7 +354,7 @@ def test_a_full_window_takes_nobody() -> None:
     assert caught.value.reason == "full"
     second.leave()
     assert producer.enter(third) == (window, False), "who has gone makes room"
-    producer.settle(window)
+    list(producer.settle(window))
     assert names([first.place, second.place, third.place]) == "a-a"
 
 
@@ -366,7 +370,7 @@ def test_who_has_gone_counts_for_nobody() -> None:
     producer.enter(held[1])
     held[0].leave()
     held[0].leave()
-    producer.settle(window)
+    list(producer.settle(window))
     assert names([one.place for one in held]) == "--"
     held[1].leave()
 
@@ -376,15 +380,40 @@ def test_windows_follow_one_another() -> None:
     early = [need_of(producer).held for _ in range(2)]
     late = [need_of(producer).held for _ in range(2)]
     first = [producer.enter(one) for one in early][0][0]
-    producer.settle(first)
+    list(producer.settle(first))
     second, fresh = producer.enter(late[0])
     assert fresh
     producer.enter(late[1])
-    producer.settle(first)
+    list(producer.settle(first))
     assert producer.enter(need_of(producer).held) == (second, False), "the first is settled once"
     assert names([one.place for one in (*early, *late)]) == "aa--"
-    producer.settle(second)
+    list(producer.settle(second))
     assert names([one.place for one in (*early, *late)]) == "aaaa"
+
+
+def test_a_window_is_settled_step_by_step() -> None:
+    """It is over at once; who has nothing in common with others is told first, each with its place."""
+    producer = make(view_of())
+    held = [need.held for letter in "abca" if (need := producer.hold(asking(prompt(letter)), None))]
+    window = [producer.enter(one)[0] for one in held][0]
+    steps = producer.settle(window)
+    assert producer.enter(need_of(producer).held)[1], "the next one opens another"
+    assert window.held == {}
+    for number, expected in ((1, "----"), (2, "----"), (0, "a---"), (3, "a--a")):
+        assert next(steps) is held[number]
+        assert names([one.place for one in held]) == expected
+    assert next(steps, None) is None
+
+
+def test_endpoints_that_change_meanwhile() -> None:
+    view = view_of(Row("a"))
+    producer = make(view)
+    held = [need_of(producer).held for _ in range(2)]
+    window = [producer.enter(one)[0] for one in held][0]
+    steps = producer.settle(window)
+    first = next(steps).place.endpoint
+    view.endpoints = ()
+    assert next(steps).place.endpoint is first is not None, "the endpoints are those of the first step"
 
 
 # -- through the director -----------------------------------------------------------------------------
@@ -431,7 +460,7 @@ def test_a_batch_through_the_director() -> None:
     bench = Bench()
     waiting = [bench.prepare() for _ in range(3)]
     windows = [bench.producer.enter(one.needs[0].held)[0] for one in waiting]
-    bench.producer.settle(windows[0])
+    list(bench.producer.settle(windows[0]))
     chosen = set()
     for one in waiting:
         ready = bench.director.satisfied(one, [one.needs[0].held.place])
