@@ -19,6 +19,7 @@ import msgspec
 import uvloop
 from prometheus_client import disable_created_metrics
 
+from epp.config.document import MAX_BYTES
 from epp.config.load import Assembly, default_config, load_config
 from epp.config.loaded import LoadedConfig
 from epp.director import TIMED_EVERY, Director
@@ -41,11 +42,13 @@ from epp.runtime.health_grpcio import GrpcioHealthServer
 from epp.runtime.health_server import HealthServer
 from epp.runtime.legacy_metrics import LegacyMetrics
 from epp.runtime.members import find_members, in_kubernetes
+from epp.runtime.memory import keep_freed_memory
 from epp.runtime.metrics import Metrics
 from epp.runtime.metrics_server import check_metrics_tls, serve_metrics
 from epp.runtime.options import GRPCIO, Options
 from epp.runtime.own import OwnTransport
 from epp.runtime.plugin_state import STATE_PATH, Kept, from_another_thread, plugin_state
+from epp.runtime.pulse import Pulse
 from epp.runtime.recorder import RuntimeRecorder
 from epp.runtime.reload import ConfigFile, Running
 from epp.runtime.render import Renders
@@ -85,7 +88,8 @@ def read_config(options: Options) -> LoadedConfig:
     if not options.config_file:
         return default_config()
     try:
-        text = Path(options.config_file).read_bytes()
+        with Path(options.config_file).open("rb") as file:
+            text = file.read(MAX_BYTES + 1)  # one more than is taken, and no more of what has no end
         return load_config(text, options.config_file, allow_experimental=allow)
     except OSError as error:
         raise ConfigError(options.config_file, Problem("", f"cannot be read: {error.strerror}")) from None
@@ -314,6 +318,7 @@ class App:
             health = make_health_server(self.health)
             health.start(_address(host, options.grpc_health_port))
             stack.callback(health.stop)
+        stack.enter_context(Pulse(self.health))
         if options.metrics_port:
             with _port("--metrics-port", options.metrics_port):
                 tls = options.metrics_cert_dir, options.metrics_client_ca_file
@@ -485,6 +490,7 @@ def serve(
         with router_maker(tracing) as make_router:
             app = App.assemble(options, loaded, make_router)
             app.environment = environment
+            keep_freed_memory()
             gc.collect()
             # What was built at the start lives to the end; the collector need not look at it again.
             gc.freeze()

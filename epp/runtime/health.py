@@ -25,12 +25,12 @@ class _Watch:
 
 
 class Health:
-    """Whether requests can be served. Changed on the event loop's thread, read and watched on any.
+    """Whether requests can be served. Changed, read and watched on any thread.
 
-    `liveness` says that the process runs, whatever the pool looks like. Every other known name, and the
-    empty one, says that the pool is known, that the picker leads where only a leader is to serve, and that it
-    is not draining. A pool known to be empty is known: its requests are refused with the reason, which a
-    proxy that takes the picker for absent cannot tell.
+    `liveness` says that the event loop turns, whatever the pool looks like. Every other known name, and the
+    empty one, says that it does so without long stops, that the pool is known, that the picker leads where
+    only a leader is to serve, and that it is not draining. A pool known to be empty is known: its requests
+    are refused with the reason, which a proxy that takes the picker for absent cannot tell.
     """
 
     _READY = ("", names.READINESS, names.EXT_PROC_SERVICE, names.INFERENCE_EXTENSION)
@@ -45,6 +45,8 @@ class Health:
         self._leader_only = leader_only
         self._leads = not leader_only
         self._draining = False
+        self._stalled = False
+        self._stuck = False
         self._ended = False
 
     def pool_known(self, known: bool) -> None:
@@ -57,6 +59,12 @@ class Health:
         """Whether this picker leads; of no interest unless only a leader is to serve."""
         with self._lock:
             self._leads = leads or not self._leader_only
+            self._tell_all()
+
+    def loop_turns(self, *, stalled: bool, stuck: bool) -> None:
+        """Whether the event loop has stood still for long, and for so long that it will not go on."""
+        with self._lock:
+            self._stalled, self._stuck = stalled, stuck
             self._tell_all()
 
     def draining(self) -> None:
@@ -76,7 +84,7 @@ class Health:
 
     @property
     def ready(self) -> bool:
-        return self._pool_known and self._leads and not self._draining
+        return self._pool_known and self._leads and not (self._draining or self._stalled)
 
     @property
     def watches(self) -> int:
@@ -86,7 +94,7 @@ class Health:
     def status(self, service: str) -> "HealthCheckResponse.ServingStatus | None":
         """The `ServingStatus` of a service name; None where the name is unknown."""
         if service == names.LIVENESS:
-            return HealthCheckResponse.SERVING
+            return HealthCheckResponse.NOT_SERVING if self._stuck else HealthCheckResponse.SERVING
         if service in self._READY:
             return HealthCheckResponse.SERVING if self.ready else HealthCheckResponse.NOT_SERVING
         return None

@@ -62,6 +62,13 @@ def options_of(served: list[Options], *arguments: str) -> Options:
         (["-v4"], "v", 4),
         (["--v=4"], "v", 4),
         (["--v", "4"], "v", 4),
+        (["--v=0x10"], "v", 16),
+        (["-zap-encoder", "json"], "zap_encoder", "json"),
+        (["-zap-encoder=json"], "zap_encoder", "json"),
+        (["-secure-serving=false"], "secure_serving", False),
+        (["-health-checking", "-v", "3"], "health_checking", True),
+        (["-endpoint=a:1", "--endpoint", "b:2", "-endpoint", "c:3"], "endpoint", ("a:1", "b:2", "c:3")),
+        (["-v=4", "--"], "v", 4),
         (["--refresh-metrics-interval=2s"], "refresh_metrics_interval", 2.0),
         (["--refresh-metrics-interval", "50ms"], "refresh_metrics_interval", 0.05),
         (["--drain-timeout=1m30s"], "drain_timeout", 90.0),
@@ -123,6 +130,7 @@ def test_validate_only_does_not_serve(served: list[Options], tmp_path: Path) -> 
     assert (result.exit_code, result.output) == (0, "")
     for wrong, said in (
         (["--config-file", str(tmp_path / "none.yaml")], "none.yaml: cannot be read: No such file"),
+        (["--config-file", "/dev/zero"], "/dev/zero: longer than 1048576 bytes"),
         (["--cert-path", str(tmp_path)], "tls.crt"),
         (["--config-text", "plugins: x"], "--config-text: $.plugins: expected a list"),
         (["--metrics-cert-dir", str(tmp_path)], "--metrics-cert-dir: "),
@@ -181,6 +189,8 @@ def test_without_flags_the_options_have_their_defaults(served: list[Options]) ->
         --grpc-health-port 9003 --metrics-port 9090 --tracing=false --v=4""",
         """--pool-name=pool --zap-encoder=json --config-file=/config/p.yaml --tracing=true
         --metrics-endpoint-auth=false --secure-serving=false --health-checking -v 2""",
+        # Manifests from before the charts.
+        """-pool-name pool -v 4 --zap-encoder json -grpc-port 9002 -grpc-health-port 9003""",
         # A harness that measures pickers.
         """--config-file c.yaml --grpc-port 19002 --grpc-health-port 19003 --metrics-port 19090
         --pool-name bench --pool-namespace bench --zap-encoder json --tracing=false
@@ -205,6 +215,14 @@ def test_command_lines_of_the_field(line: str, served: list[Options]) -> None:
         (["-v=x"], "'x' is not a whole number"),
         (["--grpc-port=9.5"], "'9.5' is not a whole number"),
         (["--grpc-port"], "requires an argument"),
+        (["--grpc-port=9_002"], "'9_002' is not a whole number"),
+        (["--grpc-port=\u0669\u0660\u0660\u0662"], "is not a whole number in 64 bits"),
+        (["--seed=9223372036854775808"], "is not a whole number in 64 bits"),
+        ([f"--seed={'9' * 5000}"], "is not a whole number in 64 bits"),
+        (["-grpc-prot=1"], "No such option"),
+        (["-config-file", "-secure-serving"], "'--secure-serving', the next flag; its own is"),
+        (["-cache-info-metric", "x"], "--cache-info-metric: deprecated in the field and cannot be used"),
+        (["--", "-v=4"], "unexpected extra argument (-v=4)"),
         (["--enable-pproff=false"], "--enable-pprof"),
         (["--endpoint-selector=a", "--endpoint-target-ports=1"], "'a' is no label; write key=value"),
         (["--grpc-max-recv-msg-size=lots"], "'lots' is no size; write whole bytes"),

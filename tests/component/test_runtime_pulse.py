@@ -1,0 +1,94 @@
+"""An event loop that stands still is told to those who ask for the picker's health; so is its going on."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import pytest
+
+from epp.runtime import pulse
+from epp.runtime.health import Health
+from epp.runtime.pulse import STALLED_BEATS, STUCK_BEATS, Pulse
+from epp.wire.health_pb2 import HealthCheckResponse
+
+SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
+BEAT_S = 0.01
+DEADLINE_S = 20
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Told:
+    """What watchers of both names heard, on whatever thread."""
+
+    def __init__(self, health: Health) -> None:
+        self.readiness: list[object] = []
+        self.liveness: list[object] = []
+        health.watch("readiness", self.readiness.append)
+        health.watch("liveness", self.liveness.append)
+
+    def stand_still_until(self, reached: Callable[[], bool]) -> None:
+        """Nothing else runs on the loop meanwhile."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not reached():
+            assert time.monotonic() < deadline, (self.readiness, self.liveness)
+            time.sleep(BEAT_S / 4)
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not reached():  # noqa: ASYNC110 the change is made on another thread
+                await asyncio.sleep(BEAT_S)
+
+
+def ready() -> tuple[Health, Told]:
+    health = Health()
+    health.pool_known(True)
+    return health, Told(health)
+
+
+async def test_a_loop_that_stands_still_is_told_and_so_is_its_going_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    health, told = ready()
+    with Pulse(health, BEAT_S):
+        told.stand_still_until(lambda: told.readiness[-1] == NOT_SERVING)
+        assert told.liveness == [SERVING], "a restart at once helps nobody"
+        told.stand_still_until(lambda: told.liveness[-1] == NOT_SERVING)
+        assert told.readiness == [SERVING, NOT_SERVING]
+        await told.until(lambda: told.readiness[-1] == SERVING)
+        assert told.liveness == [SERVING, NOT_SERVING, SERVING]
+    still = [record for record in caplog.records if record.message == "the event loop stands still"]
+    assert [vars(record)["seconds"] for record in still] == [
+        pytest.approx(beats * BEAT_S) for beats in (STALLED_BEATS, STUCK_BEATS)
+    ]
+    assert all("stand_still_until" in vars(record)["stack"] for record in still)
+    assert [record.levelno for record in caplog.records if "turns again" in record.message] == [
+        logging.WARNING
+    ]
+
+
+async def test_stops_shorter_than_that_are_nobodys_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "STALLED_BEATS", 10_000)
+    health, told = ready()
+    with Pulse(health, BEAT_S):
+        for _ in range(5):
+            time.sleep(3 * BEAT_S)  # noqa: ASYNC251 the loop is to stand still
+            await asyncio.sleep(2 * BEAT_S)
+    assert (told.readiness, told.liveness) == ([SERVING], [SERVING])
+
+
+async def test_it_ends_with_its_owner_also_while_the_loop_stands_still() -> None:
+    health, told = ready()
+    with Pulse(health, BEAT_S) as beating:
+        told.stand_still_until(lambda: told.readiness[-1] == NOT_SERVING)
+    assert not beating._thread.is_alive()
+
+
+async def test_draining_and_an_unknown_pool_are_not_forgotten_when_it_goes_on() -> None:
+    health, told = ready()
+    with Pulse(health, BEAT_S):
+        told.stand_still_until(lambda: told.readiness[-1] == NOT_SERVING)
+        health.draining()
+        await told.until(lambda: not health._stalled)
+    assert told.readiness == [SERVING, NOT_SERVING]
