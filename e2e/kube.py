@@ -124,7 +124,7 @@ async def new_namespace(plane: ControlPlane, folder: Path) -> AsyncIterator[Name
             yield Namespace(plane, client, name, folder)
         finally:
             # What a test has against an API server that is away, it has said itself.
-            with suppress(*AWAY):
+            with suppress(Refused, *AWAY):
                 await client.delete(path_of("v1", "Namespace", "", name))
                 # No kubelet is left that would let its pods go.
                 await client.delete(path_of("v1", "Pod", name), 0)

@@ -18,7 +18,7 @@ STRATEGIC: Final = "application/strategic-merge-patch+json"
 APPLY: Final = "application/apply-patch+yaml"
 
 _NOT_NAMESPACED = {"Namespace", "Node", "ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition"}
-_CALL_S = 20.0
+_CALL_S = 60.0
 
 
 class Refused(Exception):

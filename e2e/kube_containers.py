@@ -9,7 +9,7 @@ node:
 - The API server is where the harness has it. Names of headless Services are told by a server of ours.
 - An image is a program of this machine, with its files, of which those in /tmp alone can be written. It is
   root that runs it, without limits of memory and processor.
-- Nobody asks for liveness, and what a preStop hook waits for is not waited for.
+- Without a `pace` nobody asks for liveness, and what a preStop hook waits for is not waited for.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +29,8 @@ from e2e.kube import Namespace
 from e2e.kube_client import Thing
 from e2e.kube_dns import ClusterNames
 from e2e.kube_picker import health_of
-from e2e.kube_pods import Engine, light
+from e2e.kube_pods import HOLD, Engine, light
+from e2e.kube_probes import READINESS, Care
 from e2e.kube_volumes import Volumes, field_of
 from e2e.pages import until
 from epp.lab.envoy import PickerAddress
@@ -91,12 +93,14 @@ class Running:
     Attributes:
         thing: the pod, as it was when they were started.
         children: by name of the container.
+        care: who asks its probes and acts by them, if anybody does.
     """
 
     thing: Thing
     host: str
     volumes: Volumes
     children: dict[str, Child]
+    care: Care | None = None
 
     @property
     def name(self) -> str:
@@ -115,7 +119,9 @@ class Running:
         return PickerAddress(self.host, self.flags.grpc_port, self.flags.grpc_health_port)
 
     async def stop(self, grace_s: float) -> None:
-        """The proxy last: its preStop hook waits for the others."""
+        """Without care, the proxy last: its preStop hook waits for the others."""
+        if self.care is not None:
+            await self.care.end(grace_s)
         for name in sorted(self.children, key=lambda name: name == PROXY):
             await self.children[name].stop(signal.SIGTERM if grace_s else signal.SIGKILL, grace_s)
 
@@ -137,7 +143,7 @@ class Running:
     async def ready(self, container: str = PICKER) -> bool:
         """What the container's readiness probe says now."""
         (found,) = [each for each in self.thing["spec"]["containers"] if each["name"] == container]
-        return await probed(self.host, found)
+        return await probed(self.host, found, found[READINESS])
 
     def log(self, container: str = PICKER) -> str:
         return self.children[container].log_path.read_text(errors="replace")
@@ -155,16 +161,23 @@ class Containers:
     """Runs the pods of a namespace: `Kubelet(client, name, starts=Containers(...).start)`.
 
     Attributes:
+        pace: the pods are cared for as in `Care`, at this pace. Their annotation `HOLD` has to leave their
+            readiness to that. None: they are ready when they have started.
+        api_port: where they reach the API server; None: where it is.
         running: by name of the pod, those that have ended too.
     """
 
     namespace: Namespace
     envoy: Path
     names: ClusterNames
+    pace: float | None = None
+    api_port: int | None = None
     running: dict[str, Running] = field(default_factory=dict)
 
     async def start(self, thing: Thing, address: str, ports: list[int]) -> Engine:
-        """Up when all containers are ready by their probes. A pod of anything else is an engine."""
+        """Up when all containers are ready by their probes, with a `pace` at once. A pod of anything else is
+        an engine.
+        """
         containers = [each for each in thing["spec"]["containers"] if each["name"] in (PICKER, PROXY)]
         if not containers:
             return await light(thing, address, ports)
@@ -185,6 +198,11 @@ class Containers:
         try:
             for child in children.values():
                 await child.start()
+            if self.pace is not None:
+                assert HOLD in thing["metadata"]["annotations"]
+                made.care = Care(self.namespace.client, thing, children, partial(probed, address), self.pace)
+                made.care.begin()
+                return made
             for container in containers:
                 await _until_ready(made, container["name"])
         except BaseException:
@@ -206,7 +224,7 @@ class Containers:
             "PATH": os.environ["PATH"],
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
             "KUBERNETES_SERVICE_HOST": "127.0.0.1",
-            "KUBERNETES_SERVICE_PORT": str(self.namespace.plane.port),
+            "KUBERNETES_SERVICE_PORT": str(self.api_port or self.namespace.plane.port),
             **environment(thing, container),
         }
         mounts = {mount["mountPath"]: volumes.at(mount["name"]) for mount in container["volumeMounts"]}
@@ -244,9 +262,9 @@ def environment(pod: Thing, container: Thing) -> dict[str, str]:
     return variables
 
 
-async def probed(address: str, container: Thing) -> bool:
-    """What its readiness probe says now."""
-    probe, ports = container["readinessProbe"], {port["name"]: port for port in container["ports"]}
+async def probed(address: str, container: Thing, probe: Thing) -> bool:
+    """What a probe of a container says now."""
+    ports = {port["name"]: port for port in container["ports"]}
     match probe:
         case {"grpc": {"port": port, "service": service}}:
             status = await health_of(f"{address}:{port}", service)

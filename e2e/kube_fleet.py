@@ -43,14 +43,6 @@ class Fleet:
         await _each(fresh, self._start)
         return list(fresh)
 
-    async def replace(self, name: str, terminating_s: float = 0.0) -> str:
-        """Another pod, ready, in place of this one, which is marked to go and then goes."""
-        (fresh,) = await self.grow(1)
-        await self.mark(name)
-        await asyncio.sleep(terminating_s)
-        await self.drop([name])
-        return fresh
-
     async def ready(self, name: str, ready: bool) -> float:
         """Whether the pod is ready. When it was acknowledged, by the monotonic clock."""
         await self.namespace.client.patch(self._path(name), self._status(name, ready), STRATEGIC)

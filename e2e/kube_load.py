@@ -4,10 +4,10 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Final, Self
 
 import aiohttp
 
@@ -15,6 +15,8 @@ from e2e.kube_pods import SERVED_BY, SERVED_PORT
 from e2e.pages import until
 
 MODEL = "lab/light"
+LATEST: Final = 60
+"""Requests in a row that tell who is asked: one of four pods is in none of them once in 30 million times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,10 @@ class Sent:
     @property
     def ok(self) -> bool:
         return self.status == 200
+
+
+def pod_of(sent: Sent) -> str:
+    return sent.pod
 
 
 @dataclass(slots=True)
@@ -65,6 +71,54 @@ class PodLoad:
         """Wait until so many more have ended, whatever became of them."""
         wanted = len(self.sent) + count
         await until(lambda: len(self.sent) >= wanted, f"{count} more requests ended")
+
+    async def comes_to(
+        self,
+        wanted: Set[object],
+        after_s: float,
+        tells: Callable[[Sent], object] = pod_of,
+        count: int = LATEST,
+    ) -> float:
+        """Until requests that began after `after_s` reach exactly these, and from then on do so.
+
+        How long a change takes to be known depends on the machine; that it is known for good from some moment
+        on does not. Which moment is returned.
+        """
+
+        def told(sent: Iterable[Sent]) -> set[object]:
+            return {tells(each) if each.ok else each.status for each in sent}
+
+        def reached() -> bool:
+            latest = self.latest(after_s, count)
+            return len(latest) == count and told(latest) == wanted
+
+        try:
+            await until(reached, f"{sorted(map(str, wanted))} answer, and nobody else")
+        except AssertionError as late:
+            raise AssertionError(f"{late}; the latest told {told(self.latest(after_s, count))}") from None
+        return await self._stays(lambda later: told(later) == wanted, count)
+
+    async def is_well(self, after_s: float, count: int = LATEST) -> float:
+        """Until requests that began after `after_s` are answered, so many in a row; when that was."""
+
+        def holds() -> bool:
+            latest = self.latest(after_s, count)
+            return len(latest) == count and all(each.ok for each in latest)
+
+        await until(holds, f"{count} requests in a row are answered")
+        return await self._stays(lambda later: all(each.ok for each in later), count)
+
+    async def _stays(self, holds: Callable[[list[Sent]], bool], count: int) -> float:
+        """Requests that begin from now on are so, too. Returns the moment."""
+        since_s = time.monotonic()
+        await self.answered(count + self.lanes)
+        later = self.begun(since_s)
+        assert holds(later), f"it did not stay so: {[each for each in later if not each.ok] or later}"
+        return since_s
+
+    def latest(self, after_s: float, count: int = LATEST) -> list[Sent]:
+        """The last that ended, those that began before left out."""
+        return [each for each in self.sent[-count:] if each.started_s >= after_s]
 
     def begun(self, after_s: float = 0.0, before_s: float = float("inf")) -> list[Sent]:
         return [each for each in self.sent if after_s <= each.started_s < before_s]

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,24 +18,14 @@ from epp.lab.stack import HOST, Picker, free_ports
 from epp.wire import health_pb2
 
 ENVOY_INTERVAL_S: Final = 0.25
+START_S: Final = 90.0
+"""Within which a picker or an Envoy is up, however busy the machine."""
 
 CONFIG: Final = """\
 apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
-plugins:
-- type: queue-scorer
-- type: kv-cache-utilization-scorer
-- type: prefix-cache-scorer
-- type: max-score-picker
-schedulingProfiles:
-- name: default
-  plugins:
-  - {pluginRef: queue-scorer, weight: 2}
-  - {pluginRef: kv-cache-utilization-scorer, weight: 2}
-  - {pluginRef: prefix-cache-scorer, weight: 3}
-  - {pluginRef: max-score-picker}
 """
-"""The field's default profile."""
+"""The field's default profile, which is that of a file that says nothing else."""
 
 SPREAD: Final = """\
 apiVersion: llm-d.ai/v1alpha1
@@ -90,6 +81,10 @@ class ClusterPicker(Picker):
         folder.mkdir(parents=True, exist_ok=True)
         reached = () if as_in_pod else (f"--kubeconfig={access.kubeconfig()}",)
         super().__init__(folder, (), name=name, tls=tls, config=config, flags=(*FLAGS, *reached, *flags))
+        # Free ports are free for all until they are opened: who makes several pickers and then starts them
+        # would now and then give two of them the same.
+        ports = (self.grpc_port, self.health_port, self.metrics_port, self.admin_port)
+        self._held = [socket.create_server((HOST, port)) for port in ports]
         variables = dict(environment or {})
         command = list(self.child.command)
         if as_in_pod:
@@ -106,6 +101,17 @@ class ClusterPicker(Picker):
 
     async def serves(self, service: str = names.EXT_PROC_SERVICE) -> bool:
         return await self.status(service) == health_pb2.HealthCheckResponse.SERVING
+
+    def configure(self, config: str) -> None:
+        """Replace the watched file at once, as a ConfigMap update does."""
+        fresh = self.config_file.with_suffix(".new")
+        fresh.write_text(config)
+        fresh.replace(self.config_file)
+
+    async def start(self, timeout_s: float = START_S) -> None:
+        while self._held:
+            self._held.pop().close()
+        await super().start(timeout_s)
 
     async def start_serving(self) -> None:
         """Started, and ready to be asked."""
@@ -125,7 +131,7 @@ async def health_of(target: str, service: str) -> int:
             response_deserializer=health_pb2.HealthCheckResponse.FromString,
         )
         try:
-            answer = await check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+            answer = await check(health_pb2.HealthCheckRequest(service=service), timeout=30)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.NOT_FOUND:
                 return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -181,5 +187,9 @@ async def proxied(
     for old, new in (edits or {}).items():
         assert config.count(old) == 1, f"Envoy's configuration has {config.count(old)} times: {old}"
         config = config.replace(old, new)
-    async with EnvoyProcess(envoy, config, admin_port=admin):
+    proxy = EnvoyProcess(envoy, config, admin_port=admin)
+    await proxy.start(START_S)
+    try:
         yield f"http://{HOST}:{port}"
+    finally:
+        await proxy.stop()

@@ -128,6 +128,8 @@ class Light:
     """An engine that computes nothing: it names its pod, after `answer_s`.
 
     Attributes:
+        go_on: requests are answered while it is set, as it is at first.
+        stopping: told to end.
         seen: paths of the requests that reached it, its metrics and health left out.
         models: that those asked for.
     """
@@ -137,11 +139,14 @@ class Light:
     page: bytes = PAGE
     seen: list[str] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    stopping: bool = False
     _server: web.Server = field(init=False)
     _listeners: list[asyncio.Server] = field(init=False, default_factory=list)
     _busy: set[object] = field(init=False, default_factory=set)
 
     async def start(self, address: str, ports: Sequence[int]) -> Self:
+        self.go_on.set()
         self._server = web.Server(self._handle, access_log=None)
         loop = asyncio.get_running_loop()
         for port in ports:
@@ -149,6 +154,7 @@ class Light:
         return self
 
     async def stop(self, grace_s: float) -> None:
+        self.stopping = True
         for listener in self._listeners:
             listener.close()
         for connection in self._server.connections:
@@ -186,6 +192,7 @@ class Light:
         self.models.append(asked.get("model", ""))
         if self.answer_s:
             await asyncio.sleep(self.answer_s)
+        await self.go_on.wait()
         # Envoy repeats headers of engines.
         local = request.transport.get_extra_info("sockname") if request.transport else ("", 0)
         headers = {SERVED_BY: self.name, SERVED_PORT: str(local[1])}
@@ -401,7 +408,7 @@ async def _at_last(call: Callable[[], Awaitable[object]]) -> None:
         except Refused as refused:
             if refused.status in (404, 409):
                 return
-            if refused.status not in (403, 429, 500, 503):
+            if refused.status not in (403, 429, 500, 502, 503, 504):
                 raise
         except AWAY:
             pass

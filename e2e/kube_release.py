@@ -150,11 +150,16 @@ def _restricted(spec: Thing) -> Thing:
 
 
 @asynccontextmanager
-async def site(namespace: Namespace, envoy: Path) -> AsyncIterator[Site]:
-    """Pods run inside, and none of them has told of a fault of its own in the end."""
+async def site(
+    namespace: Namespace, envoy: Path, pace: float | None = None, api_port: int | None = None
+) -> AsyncIterator[Site]:
+    """Pods run inside, and none of them has told of a fault of its own in the end.
+
+    `pace`, `api_port`: as of `Containers`.
+    """
     await restrict(namespace)
     async with cluster_names(namespace.client, namespace.name) as names:
-        containers = Containers(namespace, envoy, names)
+        containers = Containers(namespace, envoy, names, pace, api_port)
         async with Kubelet(namespace.client, namespace.name, containers.start, linger_s=0.1) as kubelet:
             yield Site(namespace, containers, kubelet)
             for running in containers.running.values():

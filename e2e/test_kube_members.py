@@ -18,7 +18,7 @@ import pytest
 
 from e2e.kube import POOL_VERSION, Namespace
 from e2e.kube_client import Refused, Thing
-from e2e.kube_line import HEARD_S, LABELS, POOL, PORT, PRE_STOP_S, Line, line
+from e2e.kube_line import LABELS, LATE_S, POOL, PORT, PRE_STOP_S, Line, line
 from e2e.kube_load import PodLoad, Sent, one
 from e2e.kube_picker import CONFIG, ClusterPicker
 from e2e.kube_pods import HOLD, POD_IP, new_address, pod
@@ -26,21 +26,14 @@ from e2e.pages import samples, until
 from epp import names
 from epp.runtime.explanations import DECISIONS_PATH
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480)]
 
 POD: Final = ("v1", "Pod")
 UNLIKELY: Final = 1e-6
 
 
-async def heard(load: PodLoad, changed_s: float, answers: int = 60) -> list[Sent]:
-    """Of the requests that know of a change, the last one, so many at least."""
-    await asyncio.sleep(max(0.0, changed_s + HEARD_S - time.monotonic()))
-    await load.answered(answers)
-    return load.begun(changed_s + HEARD_S)
-
-
-def reached(sent: list[Sent]) -> set[tuple[str, int]]:
-    return {(each.pod, each.port) for each in sent}
+def place_of(sent: Sent) -> tuple[str, int]:
+    return sent.pod, sent.port
 
 
 # -- what is true of all that happens to pods ------------------------------------------------------
@@ -52,13 +45,16 @@ class Journal:
 
     Attributes:
         spans: by name of the pod, from when to when it was one, by the monotonic clock.
+        there: pods that there are, members or not.
     """
 
     spans: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    there: set[str] = field(default_factory=set)
     _now: dict[str, float] = field(default_factory=dict)
 
     def note(self, kind: str, thing: Thing) -> None:
         name, at_s = thing["metadata"]["name"], time.monotonic()
+        (self.there.discard if kind == "DELETED" else self.there.add)(name)
         if kind != "DELETED" and member(thing):
             self._now.setdefault(name, at_s)
         elif name in self._now:
@@ -72,7 +68,7 @@ class Journal:
         return {*self._now}
 
     def strangers(self, sent: list[Sent]) -> list[Sent]:
-        """Requests answered by a pod that had been none for `HEARD_S` when they began.
+        """Requests answered by a pod that had been none for `LATE_S` when they began.
 
         Nor for as long after they ended: a test may hear later than the picker does.
         """
@@ -81,7 +77,7 @@ class Journal:
             for each in sent
             if each.ok
             and not any(
-                since_s - HEARD_S <= each.ended_s and each.started_s - HEARD_S <= until_s
+                since_s - LATE_S <= each.ended_s and each.started_s - LATE_S <= until_s
                 for since_s, until_s in self.spans.get(each.pod, ())
             )
         ]
@@ -92,7 +88,7 @@ class Journal:
         found = []
         for name, spans in self.spans.items():
             for since_s, until_s in spans:
-                during = [each for each in sent if since_s + HEARD_S <= each.started_s < until_s]
+                during = [each for each in sent if since_s + LATE_S <= each.started_s < until_s]
                 chance = (1 - 1 / most) ** len(during)
                 if chance < UNLIKELY and not any(each.pod == name for each in during):
                     found.append(name)
@@ -146,6 +142,7 @@ class Fate:
     held: list[str] = field(default_factory=list)
     astray: list[str] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
+    made_by_now: set[str] = field(default_factory=lambda: {"pod-0", "pod-1", "pod-2"})
     _count: int = 0
 
     async def strikes(self) -> None:
@@ -153,11 +150,12 @@ class Fate:
         if len(self.members) > 2:
             changes += [self.goes, self.is_not_ready, self.is_relabelled]
         changes += [self.ready_again] * bool(self.held) + [self.is_back] * bool(self.astray)
-        changes += [self.comes_again] * bool(self.gone)
+        changes += [self.comes_again] * bool(self.ended)
         await self.chance.choice(changes)()
 
     async def comes(self) -> None:
         self._count += 1
+        self.made_by_now.add(f"late-{self._count}")
         await self.made.pod(f"late-{self._count}")
 
     async def goes(self) -> None:
@@ -167,8 +165,8 @@ class Fate:
 
     async def comes_again(self) -> None:
         """Under the name of one that is gone, as in a StatefulSet; at another address."""
-        name = self.gone.pop()
-        await until(lambda: is_gone(self.made.namespace, name), "the pod is gone")
+        name = self.ended[-1]
+        self.gone.remove(name)
         await self.made.pod(name)
 
     async def is_not_ready(self) -> None:
@@ -186,8 +184,18 @@ class Fate:
         await self.made.namespace.relabel(self.astray.pop(), LABELS)
 
     @property
+    def ended(self) -> list[str]:
+        """Of those that are to go, the ones whose objects are gone."""
+        return [name for name in self.gone if name not in self.kept.there]
+
+    @property
     def members(self) -> set[str]:
-        return self.kept.members() - {*self.gone, *self.held, *self.astray}
+        return self.kept.members() & self.wanted
+
+    @property
+    def wanted(self) -> set[str]:
+        """Who is a member once all has come to pass."""
+        return self.made_by_now - {*self.gone, *self.held, *self.astray}
 
     def one_of_members(self) -> str:
         return self.chance.choice(sorted(self.members))
@@ -212,7 +220,8 @@ async def test_nobody_but_members_is_asked_and_every_member_is(namespace: Namesp
         for _ in range(24):
             await fate.strikes()
             await asyncio.sleep(0.35)
-        await heard(load, time.monotonic(), 200)
+        await until(lambda: kept.members() == fate.wanted, "all has come to pass")
+        await load.comes_to(fate.wanted, time.monotonic(), count=200)
     assert load.failed() == []
     assert kept.strangers(load.sent) == []
     assert kept.passed_over(load.sent) == []
@@ -250,12 +259,19 @@ async def test_a_pod_made_again_starts_clean(namespace: Namespace, envoy: Path) 
             await until(lambda before=before: is_gone(namespace, before), "the pod is gone")  # type: ignore[misc]
             await put(name, address)
             made.pickers[0].child.send(signal.SIGCONT)
-            await asyncio.sleep(HEARD_S)
-            await until(lambda: is_answered(made.url), "the proxy asks the picker again")
-            assert await warm(made, prompt) == [False, True, True]
+            await until(lambda: is_cold(made, prompt), "the picker has heard of another pod")
+            assert await warm(made, prompt) == [True, True, True]
             decision = (await explained(made.pickers[0]))[0]
-            assert [seen["name"] for seen in decision["legs"][0]["endpoints"]] == [f"{name}-rank-0"]
+            # One that has left is shown for a while, and takes no part.
+            taking_part = [seen for seen in decision["legs"][0]["endpoints"] if not seen["excluded"]]
+            assert [seen["name"] for seen in taking_part] == [f"{name}-rank-0"]
             assert decision["legs"][0]["chosen"] == [f"{address}:{PORT}"]
+
+
+async def is_cold(made: Line, prompt: str) -> bool:
+    """Asks once: until the picker hears of the new pod, it believes what it knew of the one before."""
+    sent = await one(made.url, prompt)
+    return sent.ok and chosen((await explained(made.pickers[0], 1))[0])["matches"][0]["blocks"] == 0
 
 
 async def warm(made: Line, prompt: str) -> list[bool]:
@@ -283,10 +299,6 @@ def chosen(decision: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-async def is_answered(url: str) -> bool:
-    return (await one(url, "too short for any cache")).ok
-
-
 async def is_ready(namespace: Namespace, name: str) -> bool:
     return name in await namespace.ready_pods()
 
@@ -310,7 +322,7 @@ async def test_annotations_say_which_ports_serve(namespace: Namespace, envoy: Pa
         async with PodLoad(made.url) as load:
             for annotations, wanted in steps:
                 changed_s = await namespace.annotate("pod-0", annotations)
-                assert reached(await heard(load, changed_s)) == wanted
+                await load.comes_to(wanted, changed_s, place_of)
                 ranks = {f"{name}-rank-{ports.index(port)}" for name, port in wanted}
                 seen = (await explained(picker, 1))[0]["legs"][0]["endpoints"]
                 assert {each["name"] for each in seen if not each["excluded"]} == ranks
@@ -348,11 +360,10 @@ async def test_another_selector_and_other_ports_at_once(namespace: Namespace, en
         await until(lambda: all_ready(namespace, 4), "the other pods are ready")
         await load.answered(30)
         changed_s = await change_pool(namespace, {"app": "other"}, PORT + 1)
-        sent = await heard(load, changed_s)
-        assert reached(sent) == {("other-0", PORT + 1), ("other-1", PORT + 1)}
+        await load.comes_to({("other-0", PORT + 1), ("other-1", PORT + 1)}, changed_s, place_of)
         changes = len(membership_changes(made.pickers[0]))
         narrowed_s = await change_pool(namespace, other, PORT + 1)
-        assert reached(await heard(load, narrowed_s)) == {("other-0", PORT + 1)}
+        await load.comes_to({("other-0", PORT + 1)}, narrowed_s, place_of)
         # Who is selected by both has not left and joined.
         (change,) = membership_changes(made.pickers[0])[changes:]
         assert (change["joined"], change["left"]) == ([], [f"{made.kubelet.addresses['other-1']}:{PORT + 1}"])

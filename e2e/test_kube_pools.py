@@ -1,8 +1,10 @@
 """What becomes of requests and health as pools come, change and go, and what objectives and rewrites do."""
 
 import asyncio
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +14,7 @@ import pytest
 from e2e.kube import PICKER_RULES, POLICY_VERSION, POOL_VERSION, Namespace, model_rewrite, objective, pool
 from e2e.kube_access import rule
 from e2e.kube_client import Thing
-from e2e.kube_line import HEARD_S, LABELS, POOL, PORT, line
+from e2e.kube_line import LABELS, POOL, PORT, line
 from e2e.kube_load import MODEL, PodLoad, ask, one
 from e2e.kube_picker import SPREAD, ClusterPicker, pool_flags, proxied, running, selector_flags
 from e2e.kube_pods import Kubelet, Light, pod
@@ -20,10 +22,12 @@ from e2e.pages import samples, until
 from epp import names
 from epp.wire.health_pb2 import HealthCheckResponse
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480)]
 
 LEGACY_GROUP: Final = names.LEGACY_INFERENCE_GROUP
 READY_NAMES: Final = ("", names.READINESS, names.EXT_PROC_SERVICE, names.INFERENCE_EXTENSION)
+A_SECOND_S: Final = 1.1
+"""After which an object is younger than another one for sure."""
 GRPC_ALONE: Final = """\
 requestHandler:
   parsers:
@@ -55,7 +59,7 @@ async def test_the_life_of_a_pool(namespace: Namespace, envoy: Path) -> None:
     picker = ClusterPicker(namespace.folder, await namespace.access(), pool_flags(POOL, namespace.name))
     async with (
         running(picker, serving=False),
-        Kubelet(namespace.client, namespace.name, unhurried) as kubelet,
+        Kubelet(namespace.client, namespace.name) as kubelet,
         proxied(envoy, picker) as url,
     ):
         await until(lambda: says(picker, f"there is no InferencePool {namespace.name}/{POOL}"), "it is told")
@@ -70,11 +74,14 @@ async def test_the_life_of_a_pool(namespace: Namespace, envoy: Path) -> None:
         await namespace.create(pod("late", {"app": "nobody"}))
         await until(lambda: answered(url), "the pod is there, and answers")
 
+        late = engine(kubelet, "late")
+        late.go_on.clear()
+        heard = len(late.models)
         running_on = asyncio.create_task(one(url))
-        await until(lambda: len(engine(kubelet, "late").models) > 1, "a request is on its way")
+        await until(lambda: len(late.models) > heard, "a request is on its way")
         await namespace.delete(POOL_VERSION, "InferencePool", POOL)
         await becomes(picker, serving=False)
-        assert not running_on.done(), "too late to see whether it is answered"
+        late.go_on.set()
         assert (await running_on).ok
         assert (await one(url)).status >= 500  # that of a proxy without a picker
         # Marked to go is gone; that it goes is no news.
@@ -85,10 +92,6 @@ async def test_the_life_of_a_pool(namespace: Namespace, envoy: Path) -> None:
         await becomes(picker, serving=True)
         await until(lambda: answered(url), "the other pool's pod answers")
         assert (await one(url)).pod == "other"
-
-
-async def unhurried(thing: Thing, address: str, ports: list[int]) -> Light:
-    return await Light(thing["metadata"]["name"], answer_s=1.0).start(address, ports)
 
 
 def engine(kubelet: Kubelet, name: str) -> Light:
@@ -136,9 +139,9 @@ async def test_a_protocol_that_no_parser_reads(namespace: Namespace) -> None:
         await becomes(picker, serving=True)
         await namespace.change(path, {"spec": {"appProtocol": "http"}})
         await becomes(picker, serving=False)
-        picker.config_file.write_text(SPREAD)
+        picker.configure(SPREAD)
         await becomes(picker, serving=True)
-        picker.config_file.write_text(grpc_alone)
+        picker.configure(grpc_alone)
         await becomes(picker, serving=False)
 
 
@@ -162,12 +165,12 @@ async def test_a_selector_in_place_of_a_pool(namespace: Namespace, envoy: Path) 
             await namespace.create(pod(name, labels, (PORT, PORT + 1)))
         await until(lambda: all_ready(namespace, len(pods)), "the pods are ready")
         async with PodLoad(url) as load:
-            assert await asked_pods(load, time.monotonic()) == {"one", "two"}
+            await load.comes_to({"one", "two"}, time.monotonic())
             assert {each.port for each in load.sent} == {PORT, PORT + 1}
             changed_s = await namespace.relabel("one", {"tier": None})
-            assert await asked_pods(load, changed_s) == {"two"}
+            await load.comes_to({"two"}, changed_s)
             changed_s = await namespace.relabel("other", {"app": "a"})
-            assert await asked_pods(load, changed_s) == {"two", "other"}
+            await load.comes_to({"two", "other"}, changed_s)
         assert load.failed() == []
     audit = namespace.plane.audit(access.user)
     asked = {(each.verb, each.object_ref.resource, each.status) for each in audit}
@@ -176,13 +179,6 @@ async def test_a_selector_in_place_of_a_pool(namespace: Namespace, envoy: Path) 
 
 async def all_ready(namespace: Namespace, count: int) -> bool:
     return len(await namespace.ready_pods()) == count
-
-
-async def asked_pods(load: PodLoad, changed_s: float) -> set[str]:
-    """Who answers requests that know of a change."""
-    await asyncio.sleep(max(0.0, changed_s + HEARD_S - time.monotonic()))
-    await load.answered(60)
-    return {*load.pods(changed_s + HEARD_S)}
 
 
 # -- objectives and rewrites -----------------------------------------------------------------------
@@ -219,30 +215,28 @@ async def test_objectives_and_rewrites_while_serving(namespace: Namespace, envoy
         return namespace.path(POLICY_VERSION, kind, name)
 
     async with line(namespace, envoy, pods=1, config=FILE_OF_POLICIES) as made:
-        (picker,), light = made.pickers, engine(made.kubelet, "pod-0")
+        (picker,) = made.pickers
+        policies = Policies(picker, made.url, engine(made.kubelet, "pod-0"))
         async with PodLoad(made.url, lanes=2) as load:
-            assert await priorities(picker, made.url, 1, "gold", "silver") == {"gold": 0, "silver": 3}
-            assert await models(light, made.url, "asked", "filed") == ["asked", "file/target"]
+            assert await policies.priorities("gold", "silver") == {"gold": 0, "silver": 3}
+            assert await policies.models("asked", "filed") == {"asked": "asked", "filed": "file/target"}
 
+            # Those that are none of ours first: whoever knows the others has seen them.
             for thing in (
-                objective("gold", POOL, 7),
-                objective("silver", POOL, 5),
                 objective("elsewhere", "another-pool", 9),
                 for_group(objective("alien", POOL, 9), "llm-d.ai"),
-                model_rewrite("first", POOL, [renamed("asked", "engine/one")]),
+                objective("gold", POOL, 7),
+                objective("silver", POOL, 5),
                 model_rewrite("elsewhere", "another-pool", [renamed("other", "engine/wrong")]),
                 for_group(model_rewrite("alien", POOL, [renamed("other", "engine/wrong")]), "llm-d.ai"),
+                model_rewrite("first", POOL, [renamed("asked", "engine/one")]),
                 model_rewrite("over-the-file", POOL, [renamed("filed", "engine/filed")]),
             ):
                 await namespace.create(thing)
-            await asyncio.sleep(HEARD_S)
-            told = await priorities(picker, made.url, 2, "gold", "silver", "elsewhere", "alien")
-            assert told == {"gold": 7, "silver": 5, "elsewhere": 0, "alien": 0}
-            assert await models(light, made.url, "asked", "other", "filed") == [
-                "engine/one",
-                "other",
-                "engine/filed",
-            ]
+            await policies.come_to(
+                {"gold": 7, "silver": 5, "elsewhere": 0, "alien": 0},
+                {"asked": "engine/one", "other": "other", "filed": "engine/filed"},
+            )
             for kind in (names.OBJECTIVE_KIND, names.MODEL_REWRITE_KIND):
                 assert says(picker, f"{kind} {namespace.name}/alien", "llm-d.ai", names.POOL_GROUP)
             assert not says(picker, "/elsewhere")
@@ -252,20 +246,20 @@ async def test_objectives_and_rewrites_while_serving(namespace: Namespace, envoy
             first = path(names.MODEL_REWRITE_KIND, "first")
             await namespace.change(first, {"spec": {"rules": [renamed("asked", "engine/two")]}})
             await namespace.client.delete(path(names.MODEL_REWRITE_KIND, "over-the-file"))
-            # The older one has precedence.
-            await namespace.create(model_rewrite("a-younger", POOL, [renamed("asked", "engine/young")]))
-            await asyncio.sleep(HEARD_S)
-            assert await priorities(picker, made.url, 3, "gold", "silver") == {"gold": -1, "silver": 3}
-            assert await models(light, made.url, "asked", "filed") == ["engine/two", "file/target"]
+            # The older one has precedence. Times are in whole seconds, of one second the first name counts.
+            younger = [renamed("asked", "engine/young"), renamed("young", "engine/young")]
+            await asyncio.sleep(A_SECOND_S)
+            await namespace.create(model_rewrite("a-younger", POOL, younger))
+            await policies.come_to(
+                {"gold": -1, "silver": 3},
+                {"asked": "engine/two", "filed": "file/target", "young": "engine/young"},
+            )
 
             await namespace.client.delete(first)
             await namespace.client.delete(path(names.OBJECTIVE_KIND, "gold"))
             to_ours = {"spec": {"poolRef": {"name": POOL}}}
             await namespace.change(path(names.OBJECTIVE_KIND, "elsewhere"), to_ours)
-            await asyncio.sleep(HEARD_S)
-            told = await priorities(picker, made.url, 4, "gold", "elsewhere")
-            assert told == {"gold": 0, "elsewhere": 9}
-            assert await models(light, made.url, "asked") == ["engine/young"]
+            await policies.come_to({"gold": 0, "elsewhere": 9}, {"asked": "engine/young"})
         assert load.failed() == []
         decided = {
             (labels["model_rewrite_name"], labels["model_name"], labels["target_model"])
@@ -280,23 +274,46 @@ async def test_objectives_and_rewrites_while_serving(namespace: Namespace, envoy
         }
 
 
-async def priorities(picker: ClusterPicker, url: str, time_asked: int, *objectives: str) -> dict[str, int]:
-    """What the metrics say of one request each, by name of its objective."""
-    async with aiohttp.ClientSession() as session:
-        for name in objectives:
-            assert (await ask(session, url, "hello", f"{name}-{time_asked}", {OBJECTIVE: name})).ok
-    told = {labels["model_name"]: labels["priority"] for labels, _ in await samples(picker, "request_total")}
-    return {name: int(told[f"{name}-{time_asked}"]) for name in objectives}
+@dataclass
+class Policies:
+    """What a picker makes of objectives and rewrites, by requests that each have a model of their own."""
 
+    picker: ClusterPicker
+    url: str
+    light: Light
+    _asked: Iterator[int] = field(default_factory=itertools.count)
 
-async def models(light: Light, url: str, *asked: str) -> list[str]:
-    """Which model the engine hears of for each that is asked for, while the client sees its own."""
-    heard = []
-    async with aiohttp.ClientSession() as session:
-        for model in asked:
-            prompt = {"messages": [{"role": "user", "content": "hello"}], "model": model}
-            async with session.post(f"{url}/v1/chat/completions", json=prompt) as answer:
-                body: dict[str, Any] = await answer.json()
-                assert (answer.status, body["model"]) == (200, model)
-            heard.append(next(each for each in reversed(light.models) if each != MODEL))
-    return heard
+    async def come_to(self, priorities: Mapping[str, int], models: Mapping[str, str]) -> None:
+        """Until all of them are so at once."""
+        seen: list[object] = []
+
+        async def holds() -> bool:
+            seen[:] = [await self.priorities(*priorities), await self.models(*models)]
+            return seen == [priorities, models]
+
+        try:
+            await until(holds, f"it is {priorities} and {models}")
+        except AssertionError as late:
+            raise AssertionError(f"{late}; it is {seen}") from None
+
+    async def priorities(self, *objectives: str) -> dict[str, int]:
+        """What the metrics say of one request each, by name of its objective."""
+        number = next(self._asked)
+        async with aiohttp.ClientSession() as session:
+            for name in objectives:
+                assert (await ask(session, self.url, "hello", f"{name}-{number}", {OBJECTIVE: name})).ok
+        found = await samples(self.picker, "request_total")
+        told = {labels["model_name"]: labels["priority"] for labels, _ in found}
+        return {name: int(told[f"{name}-{number}"]) for name in objectives}
+
+    async def models(self, *asked: str) -> dict[str, str]:
+        """Which model the engine hears of for each that is asked for, while the client sees its own."""
+        heard = {}
+        async with aiohttp.ClientSession() as session:
+            for model in asked:
+                prompt = {"messages": [{"role": "user", "content": "hello"}], "model": model}
+                async with session.post(f"{self.url}/v1/chat/completions", json=prompt) as answer:
+                    body: dict[str, Any] = await answer.json()
+                    assert (answer.status, body["model"]) == (200, model)
+                heard[model] = next(each for each in reversed(self.light.models) if each != MODEL)
+        return heard

@@ -13,35 +13,22 @@ from typing import Final
 import pytest
 
 from e2e.kube import Namespace, pool
-from e2e.kube_client import Refused, Thing
+from e2e.kube_client import Thing
+from e2e.kube_lease import hands, leads, lease, lease_name
 from e2e.kube_line import LABELS, POOL, PORT, Line, line
 from e2e.kube_load import PodLoad, Sent, one
-from e2e.kube_picker import ENVOY_INTERVAL_S, ClusterPicker, pool_flags, proxied, running
+from e2e.kube_picker import ClusterPicker, pool_flags, proxied, running
 from e2e.pages import total, until
 from epp import names
 from epp.lab.stack import Child
 from epp.wire.health_pb2 import HealthCheckResponse
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480)]
 
 LEASE_S: Final = 15.0
-RETRY_S: Final = 2.0
-SLACK_S: Final = 10.0
-"""Of a busy machine."""
-AT_ONCE_S: Final = 10.0
-"""Below what a lease that was not given back lasts."""
-UNNOTICED_S: Final = ENVOY_INTERVAL_S + 1.5
-"""How long Envoy may ask a picker that was killed."""
-FLAGS: Final = ("--drain-timeout=2s",)
+FLAGS: Final = ("--drain-timeout=5s",)
+"""Long enough that Envoy notices, however busy the machine."""
 LEADER_ONLY: Final = (*FLAGS, "--ha-enable-leader-election")
-
-
-def leads(picker: ClusterPicker) -> bool:
-    """By its log, whether or not only a leader is ready."""
-    told = [
-        text for text in picker.log_lines() if "leads the replicas" in text or "not lead any more" in text
-    ]
-    return bool(told) and "leads the replicas" in told[-1] and picker.child.returncode is None
 
 
 async def leader_first(pickers: Sequence[ClusterPicker]) -> list[ClusterPicker]:
@@ -57,28 +44,38 @@ async def asked(picker: ClusterPicker) -> float:
     return await total(picker, "request_total")
 
 
-def beyond(failed: Sequence[Sent], killed_s: float) -> list[Sent]:
-    """Requests that a picker's death is no excuse for."""
-    return [each for each in failed if each.ended_s < killed_s or each.started_s > killed_s + UNNOTICED_S]
+def beyond(failed: Sequence[Sent], killed_s: float, well_s: float) -> list[Sent]:
+    """Requests that a picker's death is no excuse for: `well_s` is when Envoy had noticed it."""
+    return [each for each in failed if each.ended_s < killed_s or each.started_s >= well_s]
+
+
+async def given_back(holders: Sequence[str], times: int) -> None:
+    """Until the lease has had one more holder so often, each time by way of nobody."""
+    await until(lambda: len(holders) > 2 * times, f"the lease was given back {times} times")
+    assert [holder == "" for holder in holders] == [False, *[True, False] * times]
 
 
 # -- traffic ---------------------------------------------------------------------------------------
 
 
 async def test_all_replicas_serve(namespace: Namespace, envoy: Path) -> None:
-    async with line(namespace, envoy, replicas=2, flags=FLAGS) as made, PodLoad(made.url) as load:
+    async with (
+        line(namespace, envoy, replicas=2, flags=FLAGS) as made,
+        hands(namespace) as holders,
+        PodLoad(made.url) as load,
+    ):
         leader, other = await leader_first(made.pickers)
         assert await ready(made.pickers) == {leader, other}
         for picker in made.pickers:
             await until(lambda picker=picker: asked(picker), "both are asked")  # type: ignore[misc]
 
-        # The leader leaves: nobody notices, and the other leads before the lease would have ended.
+        # The leader leaves: nobody notices, and the other leads without waiting for the lease to end.
         told_s = time.monotonic()
         leader.child.send(signal.SIGTERM)
         await until(lambda: leads(other), "the other replica leads")
         took_s = time.monotonic() - told_s
         print(f"the leader left, and the other led {took_s:.1f} s later")
-        assert took_s < AT_ONCE_S
+        await given_back(holders, 1)
         assert await leader.child.wait() == 0
         await load.answered(60)
         assert load.failed() == []
@@ -88,10 +85,9 @@ async def test_all_replicas_serve(namespace: Namespace, envoy: Path) -> None:
         await until(lambda: asked(leader), "the new one is asked")
         killed_s = time.monotonic()
         await other.child.stop(signal.SIGKILL)
-        await asyncio.sleep(UNNOTICED_S)
-        await load.answered(100)
+        well_s = await load.is_well(killed_s)
     print(f"{len(load.failed())} of {len(load.sent)} requests were lost with a killed picker")
-    assert beyond(load.failed(), killed_s) == []
+    assert beyond(load.failed(), killed_s, well_s) == []
 
 
 async def test_only_the_leader_is_ready(namespace: Namespace, envoy: Path) -> None:
@@ -105,6 +101,7 @@ async def test_only_the_leader_is_ready(namespace: Namespace, envoy: Path) -> No
         async with (
             proxied(envoy, *made.pickers, fail_open_to=addresses) as url,
             PodLoad(url) as load,
+            hands(namespace) as holders,
             never_two_ready(made),
         ):
             await until(lambda: asked(first), "the leader is asked")
@@ -117,34 +114,37 @@ async def test_only_the_leader_is_ready(namespace: Namespace, envoy: Path) -> No
             await until(second.serves, "the next leader is ready")
             took_s = time.monotonic() - told_s
             print(f"the leader left, and the next was ready {took_s:.1f} s later")
-            assert took_s < AT_ONCE_S
+            await given_back(holders, 1)
             assert await first.child.wait() == 0
             await until(lambda: asked_more(second, before), "the next leader is asked")
 
             killed_s = time.monotonic()
             await second.child.stop(signal.SIGKILL)
             assert not await third.serves()
+            well_s = await load.is_well(killed_s)
             await until(third.serves, "the last replica is ready")
             took_s = time.monotonic() - killed_s
             print(f"the leader was killed, and the next was ready {took_s:.1f} s later")
-            assert LEASE_S / 2 < took_s < LEASE_S + RETRY_S + SLACK_S
+            assert took_s > LEASE_S / 3, "the lease was still held"
             await until(lambda: asked_more(third, before), "the last replica is asked")
             await load.answered(60)
         print(f"{len(load.failed())} of {len(load.sent)} requests were lost with a killed picker")
-        assert beyond(load.failed(), killed_s) == []
+        assert beyond(load.failed(), killed_s, well_s) == []
         held_by = (await lease(namespace))["holderIdentity"]
-        await third.child.stop(signal.SIGTERM, 20)
-        given_back = namespace.plane.kubectl(
+        await third.child.stop(signal.SIGTERM, 60)
+        record = namespace.plane.kubectl(
             "get", "lease", lease_name(namespace), f"-n{namespace.name}", "-oyaml"
         )
-        assert 'holderIdentity: ""' in given_back
-        assert "leaseDurationSeconds: 1\n" in given_back
-        assert "leaseTransitions: 2\n" in given_back, "it was the third's in its turn"
-        assert held_by not in given_back
+        assert 'holderIdentity: ""' in record
+        assert "leaseDurationSeconds: 1\n" in record
+        assert "leaseTransitions: 2\n" in record, "it was the third's in its turn"
+        assert held_by not in record
 
 
 async def says_so(leader: ClusterPicker, *others: ClusterPicker) -> None:
     """What the health port of each says."""
+    # Its log says that it leads a moment earlier.
+    await until(leader.serves, "the leader is ready")
     for service in ("", names.READINESS, names.EXT_PROC_SERVICE, names.INFERENCE_EXTENSION):
         assert await leader.status(service) == HealthCheckResponse.SERVING
         for other in others:
@@ -190,22 +190,6 @@ async def never_two_ready(made: Line) -> AsyncIterator[None]:
 MICRO_TIME: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 
 
-def lease_name(namespace: Namespace) -> str:
-    return f"epp-{namespace.name}-{POOL}.llm-d.ai"
-
-
-async def lease(namespace: Namespace) -> Thing:
-    """Its spec; empty where there is none."""
-    path = namespace.path("coordination.k8s.io/v1", "Lease", lease_name(namespace))
-    try:
-        spec: Thing = (await namespace.client.get(path))["spec"]
-    except Refused as refused:
-        if refused.status == 404:
-            return {}
-        raise
-    return spec
-
-
 async def held(namespace: Namespace) -> bool:
     return bool((await lease(namespace)).get("holderIdentity"))
 
@@ -237,11 +221,11 @@ async def client_go(namespace: Namespace, name: str) -> AsyncIterator[Child]:
 
 
 async def test_the_lease_is_that_of_client_go(namespace: Namespace) -> None:
-    """It passes from a leader of client-go's to a picker and back, each time at once."""
+    """It passes from a leader of client-go's to a picker and back, given back each time."""
     await namespace.create(pool(POOL, LABELS))
     flags = (*pool_flags(POOL, namespace.name), *LEADER_ONLY)
     picker = ClusterPicker(namespace.folder, await namespace.access(), flags)
-    async with client_go(namespace, "before") as before:
+    async with hands(namespace) as holders, client_go(namespace, "before") as before:
         await until(lambda: held(namespace), "client-go has the lease")
         theirs = await lease(namespace)
         async with running(picker, serving=False):
@@ -249,10 +233,10 @@ async def test_the_lease_is_that_of_client_go(namespace: Namespace) -> None:
             assert not await picker.serves()
             assert await lease(namespace) | {"renewTime": ""} == theirs | {"renewTime": ""}
             told_s = time.monotonic()
-            await before.stop(grace_s=20)
+            await before.stop(grace_s=60)
             await until(picker.serves, "the picker leads")
             print(f"client-go left, and the picker was ready {time.monotonic() - told_s:.1f} s later")
-            assert time.monotonic() - told_s < AT_ONCE_S
+            await given_back(holders, 1)
             ours = await lease(namespace)
             assert ours.keys() == theirs.keys()
             assert ours["holderIdentity"] != theirs["holderIdentity"]
@@ -270,7 +254,7 @@ async def test_the_lease_is_that_of_client_go(namespace: Namespace) -> None:
                 picker.child.send(signal.SIGTERM)
                 await until(lambda: handed_over(namespace, ours), "client-go has it again")
                 print(f"the picker left, and client-go led {time.monotonic() - told_s:.1f} s later")
-                assert time.monotonic() - told_s < AT_ONCE_S
+                await given_back(holders, 2)
                 assert (await lease(namespace))["leaseTransitions"] == ours["leaseTransitions"] + 1
 
 

@@ -188,7 +188,7 @@ async def following(api: FakeApi, target: PoolTarget | None = None, **how: Any) 
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while True:
             if holds():
                 return
@@ -320,6 +320,19 @@ async def test_a_selector_changed_there_and_back_follows_what_it_did(api: FakeAp
         api.held.pop("app=b").set()
         await nothing_more(heard)
         assert [path for path in api.watched if path[0] == PODS] == [(PODS, "app=a")]
+
+
+async def test_a_pool_that_goes_while_its_new_pods_are_listed_leaves_nothing_followed(api: FakeApi) -> None:
+    async with following(api) as heard:
+        await until(lambda: heard.known is not None)
+        api.held["app=b"] = asyncio.Event()
+        pool(api, app="b")
+        await until(lambda: api.asked.count(PODS) == 2)
+        api.delete(POOLS, "pool")
+        await until(lambda: heard.calls[-1] == "pool False")
+        api.held.pop("app=b").set()
+        await nothing_more(heard)
+        assert [path for path in api.watched if path[0] == PODS] == []
 
 
 async def test_changed_ports_count_at_once(api: FakeApi) -> None:
@@ -539,8 +552,8 @@ async def test_policies_are_waited_for_however_late_the_api_server_comes(api: Fa
     objective(api, "high", 5)
     api.delete(POOLS, "pool")
     api.broken = dict.fromkeys((PODS, DISCOVERY), KubeError("GET", "", "connection refused"))
-    async with following(api, policies_wait_s=0.05) as heard:
-        await asyncio.sleep(0.1)
+    async with following(api, policies_wait_s=0.3) as heard:
+        await asyncio.sleep(0.4)
         assert heard.calls == []
         api.held[OBJECTIVES] = asyncio.Event()
         api.broken = {}
@@ -555,7 +568,7 @@ async def test_policies_are_waited_for_however_late_the_api_server_comes(api: Fa
 async def test_policies_that_may_not_be_read_delay_the_pool_a_little(api: FakeApi) -> None:
     api.broken[OBJECTIVES] = KubeError("GET", OBJECTIVES, "may not", status=403, reason="Forbidden")
     rewrite(api, "a")
-    async with following(api, policies_wait_s=0.1) as heard:
+    async with following(api, policies_wait_s=0.5) as heard:
         await until(lambda: heard.members is not None)
         await asyncio.sleep(0.02)
         assert heard.known is None

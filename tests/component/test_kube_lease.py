@@ -235,6 +235,25 @@ async def test_leading_ends_before_the_lease_is_given_back(reached: tuple[Server
     assert seen == [[True, False]]
 
 
+async def test_who_is_come_between_while_giving_it_back_gives_it_back_all_the_same(
+    reached: tuple[Server, KubeApi],
+) -> None:
+    served, api = reached
+    replica = Replica(api, "a_1")
+    async with replica.runs() as leadership:
+        await until(lambda: leadership.leads)
+
+        async def comes_between() -> None:
+            if replica.task is not None and replica.task.cancelling() and served.lease is not None:
+                served.before_put = None
+                served.put(served.lease)
+
+        served.before_put = comes_between
+    assert served.before_put is None
+    assert served.spec["holderIdentity"] == ""
+    assert replica.said == []
+
+
 async def test_a_write_whose_answer_nobody_waited_for_is_taken_back(reached: tuple[Server, KubeApi]) -> None:
     """Ended while it takes the lease: whether it had it is not known, so it looks."""
     served, api = reached
@@ -326,6 +345,58 @@ async def test_a_leader_that_was_replaced_stops(reached: tuple[Server, KubeApi])
     assert served.spec["holderIdentity"] == "b_2", "it is not ours to clear"
 
 
+async def test_a_term_counts_from_before_the_renewal_was_sent(reached: tuple[Server, KubeApi]) -> None:
+    served, api = reached
+    clock = [0.0]
+    replica = Replica(api, "a_1", clock=lambda: clock[0])
+    go_on = asyncio.Event()
+
+    async def is_slow() -> None:
+        served.before_put = go_on.wait  # type: ignore[assignment]
+        clock[0] += 4.0
+
+    served.lease, served.before_put = RELEASED, is_slow
+    async with replica.runs() as leadership:
+        await until(lambda: leadership.leads)
+        clock[0] = 9.9
+        assert leadership.leads
+        clock[0] = 10.0
+        assert not leadership.leads
+        served.before_put = None
+        go_on.set()
+
+
+async def test_a_lease_that_got_through_without_an_answer_is_ours(reached: tuple[Server, KubeApi]) -> None:
+    """It is not waited for as another's would be."""
+    served, api = reached
+    served.lease = RELEASED
+    replica = Replica(api, "a_1", clock=lambda: 0.0)
+
+    def got_through(method: str) -> tuple[int, Any] | None:
+        if method != "PUT":
+            return None
+        served.refuses = lambda method: None
+        served.put(held_by("a_1"))
+        return 500, {"message": "timed out", "code": 500}
+
+    served.refuses = got_through
+    async with replica.runs() as leadership:
+        await until(lambda: leadership.leads)
+
+
+async def test_a_leader_whose_lease_was_taken_away_does_not_lead_on(reached: tuple[Server, KubeApi]) -> None:
+    """It is gone, and to make it anew fails, because another was faster: that one leads."""
+    served, api = reached
+    replica = Replica(api, "a_1", clock=lambda: 0.0)
+    async with replica.runs() as leadership:
+        await until(lambda: leadership.leads)
+        exists = (409, {"reason": "AlreadyExists", "message": "already exists", "code": 409})
+        served.refuses = lambda method: exists if method == "POST" else None
+        served.lease = None
+        await until(lambda: replica.changes == [True, False])
+        assert not leadership.leads
+
+
 async def test_a_process_that_was_stopped_does_not_lead_when_it_goes_on(
     reached: tuple[Server, KubeApi],
 ) -> None:
@@ -364,10 +435,15 @@ async def test_a_lease_that_vanishes_is_made_by_its_holder(reached: tuple[Server
 
 async def test_without_a_server_a_term_ends_by_itself(reached: tuple[Server, KubeApi]) -> None:
     served, api = reached
-    replica = Replica(api, "a_1", duration_s=2.0, renew_s=0.5)
+    clock = [0.0]
+    replica = Replica(api, "a_1", clock=lambda: clock[0])
     async with replica.runs() as leadership:
         await until(lambda: leadership.leads)
         served.refuses = lambda method: (503, {"message": "storage is initializing", "code": 503})
+        await until(lambda: replica.said)
+        clock[0] += 9.9
+        assert leadership.leads
+        clock[0] += 0.2
         await until(lambda: replica.changes == [True, False])
         assert not leadership.leads
         await until(lambda: len(replica.said) == 2)
@@ -419,6 +495,32 @@ async def test_tries_become_rare_where_leases_are_refused(
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert paused[:6] == [4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+
+
+async def test_who_leads_tries_as_often_as_ever_where_renewals_are_refused(
+    reached: tuple[Server, KubeApi], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The right to it may be back before its term ends."""
+    served, api = reached
+    replica = Replica(api, "a_1", retry_s=2.0, clock=lambda: 0.0)
+    paused: list[float] = []
+    sleep = asyncio.sleep
+
+    async def pass_quickly(seconds: float) -> None:
+        paused.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr("epp.runtime.kube.lease.asyncio.sleep", pass_quickly)
+    task = asyncio.create_task(replica.leadership.run())
+    async with asyncio.timeout(DEADLINE_S):
+        while not replica.leadership.leads:
+            await sleep(0.005)
+        served.refuses = lambda method: FORBIDDEN if method == "PUT" else None
+        while len(replica.said) < 1 or len(paused) < 12:
+            await sleep(0.005)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert set(paused) == {2.0}
 
 
 async def test_a_missing_namespace_is_said(reached: tuple[Server, KubeApi]) -> None:

@@ -34,6 +34,7 @@ class Api:
         self.refuses: Callable[[str], KubeError | bytes | None] = lambda path: None
         self.go_on = asyncio.Event()
         self.go_on.set()
+        self.hangs: Callable[[dict[str, Any]], bool] = lambda spec: False
         self.under_way = 0
         self.most_under_way = 0
 
@@ -45,6 +46,8 @@ class Api:
         try:
             await asyncio.sleep(0)
             await self.go_on.wait()
+            if self.hangs(sent["spec"]):
+                await asyncio.Event().wait()
         finally:
             self.under_way -= 1
         refused = self.refuses(path)
@@ -166,17 +169,75 @@ async def test_a_failure_is_shared_too(reviewing: Reviewing) -> None:
     assert (await reviewing.reviews.allowed(SECRET)).outcome == "ok"
 
 
+@pytest.mark.parametrize(
+    "status", [{}, {"user": {"username": SCRAPER}}, {"authenticated": False, "user": {"username": SCRAPER}}]
+)
+async def test_only_who_is_said_to_be_authenticated_is(reviewing: Reviewing, status: dict[str, Any]) -> None:
+    """Nothing else counts for it: neither a user's name nor that no error is told."""
+    reviewing.api.refuses = lambda path: msgspec.json.encode({"status": status})
+    assert (await reviewing.reviews.allowed(SECRET)).outcome == "unauthenticated"
+    assert reviewing.api.paths() == [TOKEN_REVIEWS]
+
+
 async def test_many_tokens_are_no_burden_to_the_server_or_to_memory(reviewing: Reviewing) -> None:
     await asyncio.gather(*(reviewing.reviews.allowed(f"wrong {number}") for number in range(1500)))
     assert reviewing.api.most_under_way <= 4
-    assert len(reviewing.reviews._kept) == 1024
+    assert len(reviewing.reviews._refused) == 1024
+    asked = len(reviewing.api.calls)
+    await reviewing.reviews.allowed("wrong 1499")
+    assert len(reviewing.api.calls) == asked, "the newest are kept"
+    await reviewing.reviews.allowed("wrong 0")
+    assert len(reviewing.api.calls) == asked + 1
     assert len(reviewing.reviews._under_way) == 0
 
 
 async def test_no_token_is_kept(reviewing: Reviewing) -> None:
     await reviewing.reviews.allowed(SECRET)
     assert SECRET not in repr(vars(reviewing.reviews))
-    assert SECRET.encode() not in b"".join(reviewing.reviews._kept)
+    assert SECRET.encode() not in b"".join(reviewing.reviews._granted)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+async def test_a_flood_of_new_tokens_costs_a_good_one_nothing(reviewing: Reviewing, ended: bool) -> None:
+    """Its review is kept as long as ever, and when that has ended, it waits for none of the others."""
+    assert (await reviewing.reviews.allowed(SECRET)).outcome == "ok"
+    await asyncio.gather(*(reviewing.reviews.allowed(f"wrong {number}") for number in range(1500)))
+    asked = reviewing.api.paths().count(ACCESS_REVIEWS)
+    reviewing.now = 60.0 if ended else 59.0
+    reviewing.api.hangs = lambda spec: "late" in spec.get("token", "")
+    flood = [asyncio.create_task(reviewing.reviews.allowed(f"late {number}")) for number in range(50)]
+    await asyncio.sleep(0.01)
+    async with asyncio.timeout(DEADLINE_S):
+        assert (await reviewing.reviews.allowed(SECRET)).outcome == "ok"
+    assert reviewing.api.paths().count(ACCESS_REVIEWS) == asked + ended
+    assert reviewing.api.most_under_way <= 5
+    for task in flood:
+        task.cancel()
+    await asyncio.wait(flood)
+
+
+async def test_who_was_let_in_keeps_that_while_the_server_is_away_and_loses_it_with_the_right(
+    reviewing: Reviewing,
+) -> None:
+    reviews, api = reviewing.reviews, reviewing.api
+    assert (await reviews.allowed(SECRET)).outcome == "ok"
+    for refuses, outcome in (
+        (lambda path: KubeError("POST", path, "connection refused"), "unknown"),
+        (lambda path: None, "ok"),
+    ):
+        reviewing.now += 61.0
+        api.refuses = refuses
+        assert (await reviews.allowed(SECRET)).outcome == outcome
+        assert len(reviews._granted) == 1
+    reviewing.now += 61.0
+    api.readers.clear()
+    assert (await reviews.allowed(SECRET)).outcome == "forbidden"
+    assert (await reviews.allowed(SECRET)).outcome == "forbidden"
+    assert (len(reviews._granted), len(reviews._refused)) == (0, 1)
+    reviewing.now += 11.0
+    api.readers.add(SCRAPER)
+    assert (await reviews.allowed(SECRET)).outcome == "ok"
+    assert (len(reviews._granted), len(reviews._refused)) == (1, 0)
 
 
 NO_ROLE = (

@@ -252,6 +252,23 @@ async def test_what_was_written_is_not_written_again_before_it_is_seen(writing: 
         assert writing.api.names == ["premium", "other", "premium"]
 
 
+async def test_what_was_written_counts_for_one_object_and_one_term(writing: Writing) -> None:
+    """Not for another of the same name, nor after others may have led: then what is seen counts."""
+    async with writing.runs() as writer:
+        writer.lead(True)
+        writer.wants([verdict()])
+        await writing.rest()
+        writer.wants([])
+        writer.wants([verdict()])
+        await writing.rest()
+        assert writing.api.names == ["premium"] * 2
+        writer.lead(False)
+        await writing.rest()
+        writer.lead(True)
+        await writing.rest()
+        assert writing.api.names == ["premium"] * 3
+
+
 async def test_a_new_verdict_or_generation_is_written(writing: Writing) -> None:
     async with writing.runs() as writer:
         writer.lead(True)
@@ -341,10 +358,17 @@ async def test_trouble_is_said_once_and_left_alone_for_longer_and_longer(writing
         writing.api.refuses = lambda name: None
         await writing.until(lambda: "premium" in writing.api.conditions)
         await writing.rest()
-    assert writing.said == [
-        "status of objectives and rewrites: PATCH PATH: 503 said the server; tried again",
-        "status of objectives and rewrites: works again",
-    ]
+        assert writing.said == [
+            "status of objectives and rewrites: PATCH PATH: 503 said the server; tried again",
+            "status of objectives and rewrites: works again",
+        ]
+        # What comes later is trouble anew.
+        writing.api.refuses = lambda name: refused(503)
+        writing.slept.clear()
+        writer.wants([verdict("other")])
+        await writing.until(lambda: len(writing.slept) >= 2)
+        assert writing.slept[:2] == [1.0, 2.0]
+    assert len(writing.said) == 3
 
 
 async def test_a_server_that_asks_for_time_gets_it(writing: Writing) -> None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from aiohttp import web
 
+from epp.runtime.kube import watch
 from epp.runtime.kube.api import UNREACHED, KubeApi, KubeError
 from epp.runtime.kube.watch import Backoff, Collection, gathered
 
@@ -253,6 +254,35 @@ async def test_pages(server: ApiServer, tmp_path: Path) -> None:
         await until(lambda: heard.told)
         assert len(heard.told[0]) == 1200
     assert [asked.get("continue") for asked in server.lists] == [None, "500", "1000"]
+
+
+async def test_a_watch_begins_where_the_first_page_of_its_list_was(server: ApiServer, tmp_path: Path) -> None:
+    """A later page may be of a later version: what the pages before it missed is still to be told."""
+    for number in range(1200):
+        server.put(f"pod-{number}")
+    pages = server._list
+
+    def list_that_ages(query: Mapping[str, str]) -> web.Response:
+        server.version += 7
+        return pages(query)
+
+    server._list = list_that_ages  # type: ignore[method-assign]
+    async with following(server, tmp_path):
+        await until(lambda: server.open)
+    assert server.watches[0]["resourceVersion"] == str(100 + 1200 + 7)
+
+
+async def test_a_watch_that_ended_soon_is_no_sign_of_health(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood, but not for long: nor does it do so later, while the next ones are refused."""
+    monkeypatch.setattr(watch, "_STEADY_S", 0.2)
+    server.script = [None, ([], "eof"), *[500] * 20]
+    async with following(server, tmp_path) as heard:
+        await until(lambda: not server.script)
+        assert [text for text in heard.said if "followed again" in text] == []
+        await until(lambda: heard.collection.trouble is None)
+        assert heard.said[-1] == f"{PATH}: followed again"
 
 
 async def test_a_list_whose_token_expires_begins_again_and_at_last_comes_whole(

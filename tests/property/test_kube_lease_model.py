@@ -23,6 +23,8 @@ from epp.runtime.kube.lease import Leadership, _Lease
 
 DURATION_S, RENEW_S, RETRY_S = 15.0, 10.0, 2.0
 START_S = 1_000.0
+LATE_S = 1.0
+"""More than clocks differ in what a call may take."""
 RATES = 0.85, 1.15
 """Of clocks. The fastest runs less than 1.5 times as fast as the slowest."""
 
@@ -137,7 +139,12 @@ class Process:
 
 @dataclass
 class Cluster:
-    """Processes and what was seen of them: when each term began and ended."""
+    """Processes and what was seen of them: when each term began and ended.
+
+    Attributes:
+        two_at_once: when more than one led.
+        late: when one had ceased to lead for long and had not told it.
+    """
 
     kind: type[Leadership]
     draw: random.Random
@@ -146,9 +153,12 @@ class Cluster:
     server: Server = field(default_factory=Server)
     processes: dict[str, Process] = field(default_factory=dict)
     two_at_once: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
     began: list[tuple[float, str]] = field(default_factory=list)
     ended: list[tuple[float, str]] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _over_since: dict[str, float] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
 
     def start(self, name: str) -> None:
         offset_s, rate = self.draw.uniform(-1e6, 1e6), self.draw.uniform(*RATES)
@@ -172,12 +182,17 @@ class Cluster:
     def _changed(self, name: str, leads: bool) -> None:
         now = self.loop.time() - START_S
         (self.began if leads else self.ended).append((now, name))
+        (self._told.add if leads else self._told.discard)(name)
         self.watch()
 
     def watch(self) -> None:
         leading = self.leaders()
         if len(leading) > 1:
             self.two_at_once.append(f"{self.loop.time() - START_S:.2f} s: {leading}")
+        over = self._told & self.processes.keys() - {*leading}
+        self._over_since = {name: self._over_since.get(name, self.loop.time()) for name in over}
+        if any(self.loop.time() - since > LATE_S for since in self._over_since.values()):
+            self.late.append(f"{self.loop.time() - START_S:.2f} s: {self._over_since}")
 
     def leaders(self) -> list[str]:
         return [name for name, process in self.processes.items() if process.leadership.leads]
@@ -237,7 +252,7 @@ async def take(cluster: Cluster, step: Step, fresh: Iterator[str]) -> None:
 def two_at_once(
     kind: type[Leadership], steps: list[Step], seed: int, slowest_s: float, lost: float, first: int = 2
 ) -> list[str]:
-    """When more than one led, and who."""
+    """When more than one led, and who; and who told late that it does not."""
 
     async def play() -> list[str]:
         cluster = Cluster(kind, random.Random(seed), slowest_s, lost)
@@ -250,7 +265,7 @@ def two_at_once(
         await cluster.pass_time(20.0)
         for name in list(cluster.processes):
             await cluster.stop(name)
-        return cluster.two_at_once
+        return cluster.two_at_once + cluster.late
 
     with virtual_loop() as loop:
         return loop.run_until_complete(play())
@@ -320,7 +335,26 @@ class CountsFromTheAnswer(Leadership):
         self._leads_until = self._clock() + DURATION_S
 
 
-FAULTS = [NeverStops, BelievesWallClocks, WritesWithoutVersion, CountsFromTheFirstSight, CountsFromTheAnswer]
+class WaitsBeyondItsTerm(Leadership):
+    """Tells that its term is over when a call that began within it has ended."""
+
+    async def _ask(self, method: str, path: str, body: _Lease | None = None) -> bytes:
+        async with asyncio.timeout(RENEW_S / 2):
+            return await (self._api.get(path) if body is None else self._api.send(method, path, body))
+
+
+class SleepsThroughItsEnd(Leadership):
+    """Looks whether its term is over when it tries again."""
+
+    async def _turn(self) -> float:
+        await super()._turn()
+        return RETRY_S
+
+
+FAULTS = [
+    *(NeverStops, BelievesWallClocks, WritesWithoutVersion, CountsFromTheFirstSight, CountsFromTheAnswer),
+    *(WaitsBeyondItsTerm, SleepsThroughItsEnd),
+]
 
 
 def hard_times(kind: type[Leadership]) -> Iterator[list[str]]:

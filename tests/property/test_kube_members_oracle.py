@@ -12,7 +12,7 @@ from epp import names
 from epp.pool.records import Endpoint
 from epp.pool.store import PoolStore
 from epp.runtime.kube import members as members_module
-from epp.runtime.kube.members import Members, pod_endpoints
+from epp.runtime.kube.members import Members
 from epp.runtime.kube.objects import Pod
 
 PORTS = ((8000,), (8000, 8001), (8001, 8000), (8001,), (0, 8001, 8001), ())
@@ -172,8 +172,9 @@ def follow(members: Members, story: list[tuple[str, int, int]]) -> None:
         assert {endpoint.uid: endpoint for _, endpoint in store.roster} == {
             endpoint.uid: endpoint for endpoint in right.values()
         }
-        afresh = pod_endpoints(reversed(going_on.pods.values()), going_on.ports)
-        assert afresh == (told, members.warnings)
+        afresh = Members()
+        afresh.update(dict(reversed(going_on.pods.items())), going_on.ports)
+        assert (afresh.endpoints, afresh.warnings) == (told, members.warnings)
 
 
 @settings(max_examples=150)

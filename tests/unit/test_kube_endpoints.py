@@ -1,6 +1,7 @@
 """Endpoints of a pool's pods: which pods count, on which ports, under which name and identity."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 from epp import names
 from epp.pool.records import Endpoint
 from epp.pool.store import PoolStore
-from epp.runtime.kube.members import Members, pod_endpoints, pool_ports
+from epp.runtime.kube.members import Members, pool_ports
 from epp.runtime.kube.objects import InferencePool, Pod
 
 NEW, OLD = names.ACTIVE_PORTS
@@ -65,6 +66,15 @@ def pod(
 
 def active(text: str, key: str = NEW) -> dict[str, str]:
     return {key: text}
+
+
+def pod_endpoints(
+    pods: Iterable[Pod], ports: tuple[int, ...]
+) -> tuple[tuple[Endpoint, ...], tuple[str, ...]]:
+    """Of pods that are all there at once."""
+    members = Members()
+    members.update({pod.metadata.uid: pod for pod in pods}, ports)
+    return members.endpoints, members.warnings
 
 
 def addresses(*pods: Pod, ports: tuple[int, ...] = (8000,)) -> list[str]:

@@ -15,7 +15,7 @@ from epp.runtime.kube.objects import (
     InferenceObjective,
     ManagedFields,
 )
-from epp.runtime.kube.policies import MESSAGE_CHARS, Policies, Pool, Verdict, policies
+from epp.runtime.kube.policies import MESSAGE_CHARS, Judged, Pool, Verdict, policies
 
 POOL = Pool("pool")
 OURS = {"group": names.POOL_GROUP, "kind": names.POOL_KIND, "name": "pool"}
@@ -65,7 +65,7 @@ def rule(models: str, *targets: str | tuple[str, int]) -> dict[str, Any]:
     }
 
 
-def of_rewrites(*rewrites: InferenceModelRewrite) -> Policies:
+def of_rewrites(*rewrites: InferenceModelRewrite) -> Judged:
     judged = policies(POOL, (), rewrites)
     for verdict in judged.verdicts:
         for condition in verdict.conditions:
@@ -80,12 +80,12 @@ def conditions(verdict: Verdict) -> dict[str, Condition]:
     return {condition.type: condition for condition in verdict.conditions}
 
 
-def verdict_of(judged: Policies, name: str) -> dict[str, Condition]:
+def verdict_of(judged: Judged, name: str) -> dict[str, Condition]:
     (verdict,) = (verdict for verdict in judged.verdicts if verdict.name == name)
     return conditions(verdict)
 
 
-def accepted(judged: Policies, name: str) -> tuple[str, str]:
+def accepted(judged: Judged, name: str) -> tuple[str, str]:
     condition = verdict_of(judged, name)[names.ACCEPTED]
     return condition.status, condition.reason
 
@@ -108,10 +108,9 @@ def test_priorities_by_name() -> None:
 
 def test_a_verdict_says_what_it_is_about() -> None:
     pending = Condition("Ready", "Unknown", "Pending", "Waiting for controller", 0, "1970-01-01T00:00:00Z")
-    found = msgspec.structs.replace(objective("a"))
     found = msgspec.convert(
         {
-            "metadata": msgspec.to_builtins(found.metadata),
+            "metadata": metadata("a"),
             "spec": {"poolRef": OURS},
             "status": {"conditions": [msgspec.to_builtins(pending)]},
         },
@@ -145,6 +144,11 @@ def test_what_an_object_for_another_pool_got_here_is_to_go(ref: dict[str, str] |
     assert (verdict.resource, verdict.name, verdict.conditions) == (names.OBJECTIVE_RESOURCE, "a", ())
 
 
+def test_an_object_that_is_ours_is_judged_once_whatever_we_wrote_before() -> None:
+    judged = policies(POOL, [managed_by(POOL.field_manager, objective("a", priority=5))], ())
+    assert accepted(judged, "a") == ("True", "Accepted")
+
+
 def test_what_others_wrote_stays() -> None:
     elsewhere = objective("a", {"name": "another"})
     ours = POOL.field_manager
@@ -175,7 +179,7 @@ def test_each_pool_has_a_field_manager_that_the_api_takes() -> None:
 )
 def test_an_object_for_another_pool_is_none_of_our_business(ref: dict[str, str] | None) -> None:
     judged = policies(POOL, [objective("a", ref, priority=5)], [rewrite("b", rule("a", "b"), ref=ref)])
-    assert judged == Policies({}, (), (), ())
+    assert judged == Judged({}, (), (), ())
 
 
 @pytest.mark.parametrize(
@@ -220,7 +224,7 @@ def test_a_recreated_object_replaces_the_one_that_is_gone() -> None:
 
 def test_an_object_that_is_about_to_go_is_gone() -> None:
     going = rewrite("a", rule("a", "b"), deletionTimestamp="2026-01-30T00:00:00Z")
-    assert of_rewrites(going) == Policies({}, (), (), ())
+    assert of_rewrites(going) == Judged({}, (), (), ())
 
 
 @pytest.mark.parametrize("priority", [2**31, -(2**31) - 1])

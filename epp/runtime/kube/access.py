@@ -42,7 +42,6 @@ class Loaded:
 
     source: str
     configuration: Configuration
-    namespace: str = ""
     authorization: str = ""
     token_path: str = ""
     expires_at: float | None = None
@@ -53,7 +52,6 @@ class Access:
 
     Attributes:
         host: URL of the server, without a slash at its end.
-        namespace: "" = unknown.
         proxy: URL of a proxy; None = asked directly.
         server_hostname: name expected in the server's certificate; None = that of the URL.
     """
@@ -64,7 +62,6 @@ class Access:
         """Raises ConfigError when a certificate or the token cannot be used."""
         configuration = loaded.configuration
         self.host: str = configuration.host
-        self.namespace = loaded.namespace
         self.proxy: str | None = configuration.proxy or proxy_of(self.host, environment)
         self.server_hostname: str | None = configuration.tls_server_name
         self._load = load
@@ -198,16 +195,12 @@ def _service_account(environment: Mapping[str, str], folder: str) -> Loaded:
             raise ConfigError(
                 source, Problem(needed, "no such file; is automountServiceAccountToken false for this pod?")
             )
-    namespace = ""
-    with contextlib.suppress(OSError), open(os.path.join(folder, "namespace"), encoding="utf-8") as file:
-        namespace = file.read().strip()
-    return Loaded(source, configuration, namespace, token_path=token_path)
+    return Loaded(source, configuration, token_path=token_path)
 
 
 class _ContextEntry(msgspec.Struct, frozen=True):
     cluster: str
     user: str = ""
-    namespace: str = ""
 
 
 class _Context(msgspec.Struct, frozen=True):
@@ -247,7 +240,7 @@ class _Kubeconfig(msgspec.Struct, frozen=True, rename="kebab"):
 
 
 async def _kubeconfig(path: str) -> Loaded:
-    context, user = _checked(path)
+    user = _checked(path)
     configuration = _configuration()
     try:
         async with asyncio.timeout(_PLUGIN_TIMEOUT_S):
@@ -271,14 +264,13 @@ async def _kubeconfig(path: str) -> Loaded:
     return Loaded(
         f"--kubeconfig {path}",
         configuration,
-        context.namespace,
         "" if token_path else authorization,
         token_path,
         None if expiry is None else expiry.timestamp(),
     )
 
 
-def _checked(path: str) -> tuple[_ContextEntry, _UserEntry]:
+def _checked(path: str) -> _UserEntry:
     try:
         with open(path, encoding="utf-8") as file:
             config = msgspec.convert(yaml.safe_load(file), _Kubeconfig)
@@ -300,7 +292,7 @@ def _checked(path: str) -> tuple[_ContextEntry, _UserEntry]:
     if cluster.proxy_url and not cluster.proxy_url.startswith(("https://", "http://")):
         without_password = re.sub(r"^(\w+://)?.*@", r"\1", cluster.proxy_url)
         raise _wrong(path, "clusters", f"proxy-url {without_password!r}: only http:// and https:// proxies")
-    return context, _checked_user(path, config, context, cluster)
+    return _checked_user(path, config, context, cluster)
 
 
 def _checked_user(

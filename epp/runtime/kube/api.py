@@ -103,16 +103,12 @@ class KubeApi:
 
     Tokens and certificates follow their files; a call refused for want of a valid token is repeated once with
     one read anew.
-
-    Attributes:
-        namespace: of the service account or of the kubeconfig's context; "" = unknown.
     """
 
     def __init__(
         self, access: Access, *, timeout_s: float = CALL_TIMEOUT_S, silence_s: float = SILENCE_S
     ) -> None:
         """Within a running event loop. `silence_s` is how long a watch may say nothing."""
-        self.namespace = access.namespace
         self._access = access
         self._calls = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         self._watches = aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
@@ -133,8 +129,7 @@ class KubeApi:
     ) -> Self:
         """With the kubeconfig in file `kubeconfig`, or "" = as the pod's service account.
 
-        Nothing is asked of the server yet. `service_account` is the folder with its token, ca.crt and
-        namespace.
+        Nothing is asked of the server yet. `service_account` is the folder with its token and ca.crt.
 
         Raises:
             ConfigError: a file is missing or wrong; the pod's environment or folder is not there.

@@ -11,7 +11,7 @@ from epp.pool.records import Endpoint
 from epp.runtime.kube.api import KubeApi
 from epp.runtime.kube.members import Members, pool_ports
 from epp.runtime.kube.objects import InferencePool, Pod
-from epp.runtime.kube.policies import Policies, Pool, Verdict
+from epp.runtime.kube.policies import Judged, Pool, Verdict
 from epp.runtime.kube.policy_watch import PolicyWatch
 from epp.runtime.kube.told import Told
 from epp.runtime.kube.watch import Backoff, Collection
@@ -133,7 +133,7 @@ class Cluster:
             look_again_s=look_again_s,
             backoff=backoff,
         )
-        self._judged: Policies | None = None
+        self._judged: Judged | None = None
         self._members_told = False
         self._pool_told = (False, "")
         self._verdicts_told: tuple[Verdict, ...] = ()
@@ -281,7 +281,7 @@ class Cluster:
             self._pool_told = news
             self._hears.pool(*news)
 
-    def _policies_changed(self, judged: Policies) -> None:
+    def _policies_changed(self, judged: Judged) -> None:
         before, self._judged = self._judged, judged
         self._warn(*judged.notes)
         told = before is not None and (before.objectives, before.rewrites)

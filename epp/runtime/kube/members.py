@@ -24,29 +24,6 @@ Ranks = tuple[tuple[int, int], ...]
 """Position and number of each target port that can be used."""
 
 
-def pod_endpoints(
-    pods: Iterable[Pod], ports: tuple[int, ...]
-) -> tuple[tuple[Endpoint, ...], tuple[str, ...]]:
-    """The endpoints of the pods, by namespace and name of their pods, and what is wrong with some.
-
-    A pod counts while its Ready condition is True and it is not terminating; it has to have an address. All
-    `ports` serve, unless an annotation (`names.ACTIVE_PORTS`) says which: what it names besides, or twice, or
-    what is no port is ignored, and an empty one stands for none. Two pods at one address and port are one
-    endpoint: that of the pod that declares the port, else that of the youngest, for an address is handed on.
-    A pod that declares other ports than the target ports is an endpoint all the same, with a warning.
-
-    Args:
-        ports: by rank. A number that is no port, or a second time the same, is no rank.
-
-    Returns:
-        endpoints, and warnings: each text stays the same for as long as its cause does, and counts for all
-        the pods of one set.
-    """
-    members = Members()
-    members.update({pod.metadata.uid: pod for pod in pods}, ports)
-    return members.endpoints, members.warnings
-
-
 def pool_ports(pool: InferencePool) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """A pool's target ports by rank, 0 in place of one that cannot be used, and what is wrong with those."""
     ports: list[int] = []
@@ -92,10 +69,19 @@ class _Member:
 
 
 class Members:
-    """`pod_endpoints` of pods that change one by one: an event costs what it changes.
+    """The endpoints of pods that change one by one: an event costs what it changes.
+
+    A pod counts while its Ready condition is True and it is not terminating; it has to have an address. All
+    target ports serve, unless an annotation (`names.ACTIVE_PORTS`) says which: what it names besides, or
+    twice, or what is no port is ignored, and an empty one stands for none. Two pods at one address and port
+    are one endpoint: that of the pod that declares the port, else that of the youngest, for an address is
+    handed on. A pod that declares other ports than the target ports is an endpoint all the same, with a
+    warning.
 
     Attributes:
-        endpoints, warnings: as of the last `update`.
+        endpoints: as of the last `update`, by namespace and name of their pods.
+        warnings: what is wrong with some; each text stays the same for as long as its cause does, and counts
+            for all the pods of one set.
     """
 
     def __init__(self) -> None:
@@ -105,8 +91,9 @@ class Members:
         self._members: dict[str, _Member] = {}
 
     def update(self, pods: Mapping[str, Pod], ports: tuple[int, ...]) -> bool:
-        """Take the pods, by uid, and the target ports for what is there now.
+        """Take the pods, by uid, and the target ports, by rank, for what is there now.
 
+        A number that is no port, or a second time the same, is no rank.
         A pod is looked at when it is another object than the last time. Most events of pods (one that comes
         or goes without being ready, an annotation, a container's state) leave the endpoints as they are.
 
@@ -151,7 +138,6 @@ def _differ(before: _Member, after: _Member) -> bool:
         or after.warnings != before.warnings
         # What decides between pods at one address.
         or after.pod.spec != before.pod.spec
-        or after.order != before.order
     )
 
 

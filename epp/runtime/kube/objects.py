@@ -65,7 +65,7 @@ class Condition(_Read, frozen=True):
     last_transition_time: str = ""
 
 
-class Status(_Read, frozen=True):
+class PolicyStatus(_Read, frozen=True):
     """The status of an objective or a rewrite."""
 
     conditions: tuple[Condition, ...] | None = None
@@ -195,7 +195,7 @@ class InferenceObjective(_Read, frozen=True):
 
     metadata: PolicyMetadata
     spec: InferenceObjectiveSpec = InferenceObjectiveSpec()
-    status: Status = Status()
+    status: PolicyStatus = PolicyStatus()
 
 
 class ModelMatch(_Read, frozen=True):
@@ -237,4 +237,4 @@ class InferenceModelRewrite(_Read, frozen=True):
 
     metadata: PolicyMetadata
     spec: InferenceModelRewriteSpec = InferenceModelRewriteSpec()
-    status: Status = Status()
+    status: PolicyStatus = PolicyStatus()

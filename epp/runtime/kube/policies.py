@@ -66,7 +66,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Policies:
+class Judged:
     """What the cluster says about a pool's requests.
 
     Attributes:
@@ -109,7 +109,7 @@ def policies(
     *,
     objective_group: str = names.LLM_D_GROUP,
     rewrite_group: str = names.LLM_D_GROUP,
-) -> Policies:
+) -> Judged:
     """Judge the objects of the pool's namespace.
 
     Args:
@@ -137,7 +137,7 @@ def policies(
         verdict = _verdict(names.MODEL_REWRITE_RESOURCE, rewrite_group, review.judged, conditions)
         notes += _worth_telling(names.MODEL_REWRITE_KIND, verdict)
         verdicts.append(verdict)
-    return Policies(priorities, tuple(usable), tuple(verdicts), tuple(notes))
+    return Judged(priorities, tuple(usable), tuple(verdicts), tuple(notes))
 
 
 def _ours(pool: Pool, kind: str, found: Iterable[Policy], notes: list[str]) -> list[Policy]:

@@ -11,7 +11,7 @@ import msgspec
 from epp import names
 from epp.runtime.kube.api import KubeApi, KubeError
 from epp.runtime.kube.objects import InferenceModelRewrite, InferenceObjective
-from epp.runtime.kube.policies import Policies, Pool, policies
+from epp.runtime.kube.policies import Judged, Pool, policies
 from epp.runtime.kube.told import Told
 from epp.runtime.kube.watch import Backoff, Collection
 
@@ -66,7 +66,7 @@ class PolicyWatch:
         api: KubeApi,
         namespace: str,
         pool: Pool,
-        changed: Callable[[Policies], None],
+        changed: Callable[[Judged], None],
         *,
         said: Callable[[str], None],
         look_again_s: float,

@@ -30,8 +30,9 @@ _VERB: Final = "get"
 _FORBIDDEN: Final = 403
 _KEPT_S: Final = {"ok": 60.0, "forbidden": 10.0, "unauthenticated": 10.0, "unknown": 1.0}
 _MOST_KEPT: Final = 1024
+"""Of each kind: whoever can reach the port can send new tokens, which are not to drive out the good ones."""
 _AT_ONCE: Final = 4
-"""Reviews under way. Whoever can reach the port can send new tokens, and the API server is not to notice."""
+"""Reviews under way. Of new tokens the API server is not to notice many, nor those who were let in before."""
 _PATIENCE_S: Final = 8.0
 """How long a reader waits for reviews; scrapers give up after ten by default."""
 
@@ -80,6 +81,10 @@ class _AccessReview(msgspec.Struct, frozen=True):
     status: _AccessStatus = _AccessStatus()
 
 
+_Kept = dict[bytes, tuple[float, Allowed]]
+"""By digest of the token: until when, and what; the oldest first. One that has ended says who was let in."""
+
+
 class Reviews:
     """Answers for tokens, kept for a while by a digest of each; calls for one token share a review.
 
@@ -98,10 +103,11 @@ class Reviews:
         self._api = api
         self._told = Told(said)
         self._clock = clock
-        self._kept: dict[bytes, tuple[float, Allowed]] = {}
-        """Until when, and what; the oldest first."""
+        self._granted: _Kept = {}
+        self._refused: _Kept = {}
         self._under_way: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._turns_of_granted = asyncio.Semaphore(_AT_ONCE)
 
     async def allowed(self, token: str) -> Allowed:
         """Whether the token's owner may read the metrics. Never raises for what the server does."""
@@ -114,20 +120,24 @@ class Reviews:
         async with self._under_way.setdefault(digest, asyncio.Lock()):
             known = self._known(digest)
             if known is None:
-                async with self._turns:
+                async with self._turns_of_granted if digest in self._granted else self._turns:
                     known = await self._review(token)
                 self._keep(digest, known)
         return known
 
     def _known(self, digest: bytes) -> Allowed | None:
-        until, known = self._kept.get(digest, (0.0, None))
+        until, known = self._granted.get(digest) or self._refused.get(digest) or (0.0, None)
         return known if known is not None and self._clock() < until else None
 
     def _keep(self, digest: bytes, found: Allowed) -> None:
-        self._kept.pop(digest, None)
-        while len(self._kept) >= _MOST_KEPT:
-            del self._kept[next(iter(self._kept))]
-        self._kept[digest] = self._clock() + _KEPT_S[found.outcome], found
+        self._refused.pop(digest, None)
+        before = self._granted.pop(digest, None)
+        # Who was let in before the API server went away stays one of those.
+        good = found.outcome == "ok" or (found.outcome == "unknown" and before is not None)
+        kept = self._granted if good else self._refused
+        while len(kept) >= _MOST_KEPT:
+            del kept[next(iter(kept))]
+        kept[digest] = self._clock() + _KEPT_S[found.outcome], found
 
     async def _review(self, token: str) -> Allowed:
         try:

@@ -12,7 +12,7 @@ import msgspec
 
 from epp import names
 from epp.runtime.kube.api import KubeApi, KubeError
-from epp.runtime.kube.objects import Condition, Status
+from epp.runtime.kube.objects import Condition, PolicyStatus
 from epp.runtime.kube.policies import Verdict
 from epp.runtime.kube.told import Told
 
@@ -33,7 +33,7 @@ _Key = tuple[str, str, str, str]
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    status: Status | None = None
+    status: PolicyStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)

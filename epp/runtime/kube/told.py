@@ -1,6 +1,10 @@
 """What goes wrong with the API server: told once for each reason, and once that it is over."""
 
 from collections.abc import Callable, Hashable
+from typing import Final
+
+MOST_REASONS: Final = 10
+"""Told about one thing until it works again: where they never repeat, more of them help nobody."""
 
 
 class Told:
@@ -13,7 +17,7 @@ class Told:
     def trouble(self, about: Hashable, reason: Hashable, text: str) -> None:
         """`reason` tells equal troubles whose texts differ."""
         reasons = self._reasons.setdefault(about, set())
-        if reason not in reasons:
+        if reason not in reasons and len(reasons) < MOST_REASONS:
             reasons.add(reason)
             self._said(text)
 

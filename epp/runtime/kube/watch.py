@@ -11,6 +11,7 @@ from typing import Final, Generic, Protocol, TypeVar
 import msgspec
 
 from epp.runtime.kube.api import TOO_LARGE_VERSION, UNREACHED, KubeApi, KubeError, Status
+from epp.runtime.kube.told import Told
 
 PAGE_SIZE: Final = 500
 # How long changes that follow each other closely are gathered: at most, and after each.
@@ -22,8 +23,8 @@ _STEADY_S: Final = 1.0
 _QUIET_FAILURES: Final = 2
 _MOST_RETRY_AFTER_S: Final = 60.0
 _FAILURES_AFTER_NEWS: Final = 2
-# Reasons told until it works again: where they never repeat, more of them help nobody.
-_MOST_TOLD: Final = 10
+# Objects named that cannot be read: where there are many, one cause has them all.
+_MOST_NAMED: Final = 10
 # Statuses of a watch that say that its version is of no use.
 _UNUSABLE_VERSION: Final = frozenset((400, 410, 422))
 
@@ -156,7 +157,7 @@ class Collection(Generic[T]):
         # Of the watch that is tried now: it was agreed to; it told events or lasted.
         self._stood = False
         self._heard_well = False
-        self._told: set[tuple[str, int, str]] = set()
+        self._told = Told(said)
         self._unreadable: set[str] = set()
 
     @property
@@ -297,7 +298,7 @@ class Collection(Generic[T]):
             head = _OBJECTS.decode(raw).metadata
             if head.uid in known:
                 into[head.uid] = known[head.uid]
-            if head.uid not in self._unreadable and len(unreadable) < _MOST_TOLD:
+            if head.uid not in self._unreadable and len(unreadable) < _MOST_NAMED:
                 outcome = "stays as it was" if head.uid in known else "is left out"
                 self._said(f"{self._path}: {head.name} cannot be read and {outcome}: {error}")
             unreadable.add(head.uid)
@@ -313,9 +314,7 @@ class Collection(Generic[T]):
         self._heard_well = True
         self._failures = self._everyday = 0
         self.trouble = None
-        if self._told:
-            self._told.clear()
-            self._said(f"{self._path}: followed again")
+        self._told.over(self._path, f"{self._path}: followed again")
 
     def _failed(self, error: KubeError) -> float:
         """How long to wait before the next attempt, in seconds."""
@@ -336,9 +335,7 @@ class Collection(Generic[T]):
         self._failures += 1
         self.trouble = error
         reason = (error.verb, error.status, error.reason if error.status else str(error))
-        if reason not in self._told and len(self._told) < _MOST_TOLD:
-            self._told.add(reason)
-            self._said(f"{error}; {self._outlook(error)}")
+        self._told.trouble(self._path, reason, f"{error}; {self._outlook(error)}")
         return self._backoff.pause_s(self._failures, error, self._chance())
 
     def _outlook(self, error: KubeError) -> str:
