@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 from msgspec import Meta, field
 
+from epp.durations import Duration
 from epp.runtime.options import FlagSpec, flags
 
 Mapping = dict[str, Any]
@@ -59,6 +60,7 @@ BUDGET: Mapping = of(
     unhealthyPodEvictionPolicy={"enum": ["IfHealthyBudget", "AlwaysAllow"]},
 )
 
+_DURATION_FLAG = r"^(0|(([0-9]+(\.[0-9]*)?|\.[0-9]+)(ns|us|ms|s|m|h))+)$"
 _BOOLEANS = ["true", "True", "TRUE", "t", "T", "1", "false", "False", "FALSE", "f", "F", "0"]
 
 
@@ -69,6 +71,8 @@ def flag_schema(flag: FlagSpec) -> Mapping:
             shape: Mapping = {"anyOf": [{"type": "boolean"}, {"enum": _BOOLEANS}]}
         case kind if kind is int:
             shape = {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": "^-?[0-9]+$"}]}
+        case kind if kind is Duration:
+            shape = {"anyOf": [{"const": 0}, {"type": "string", "pattern": _DURATION_FLAG}]}
         case _:
             shape = {"type": ["string", "number", "boolean"]}
     return {"description": flag.help, **shape}

@@ -152,7 +152,9 @@ class Epp(ValuesGroup, frozen=True):
     termination_grace_period_seconds: Annotated[
         int,
         Help(
-            "Time to end. More than flags.drain-timeout (30s) and the longest answer together.",
+            "Time to end. More than flags.drain-timeout (30s) and the longest answer together. With a proxy "
+            "beside it, a picker that need not lead serves on with that for all of it but 10 s, and its "
+            "drain-timeout is 1s.",
             schema={"minimum": 1},
         ),
     ] = 130
@@ -312,7 +314,7 @@ class Proxy(ValuesGroup, frozen=True):
         int,
         Help(
             "With mode service: time to end, answers in flight included; Envoy serves on for all of it but "
-            "10 s. With mode sidecar that of the picker counts.",
+            "10 s. With mode sidecar that of the picker counts, for both.",
             schema={"minimum": 11},
         ),
     ] = 70

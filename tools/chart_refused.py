@@ -126,6 +126,11 @@ _OTHERS = (
         only=("gmp",),
     ),
     Refused(
+        "router.monitoring.provider.gmp.autopilot",
+        "PodMonitoring is not made here; leave it out",
+        harmless=(False,),
+    ),
+    Refused(
         "provider.name",
         "policies of that gateway are not made here; write none, and make HealthCheckPolicy and "
         "GCPBackendPolicy beside the release",

@@ -1,11 +1,14 @@
 """Values files: those of llm-d carry over or are refused by name, and what is wrong is told clearly."""
 
+import re
 from typing import Any
 
 import helm_python
 import pytest
 import yaml
 
+from epp.durations import Duration
+from epp.runtime.options import Options
 from tests.data.chart import rendering
 from tests.data.chart.rendering import CHART, Object, at, container, objects, one, refusal, values
 from tools.chart import leaves
@@ -121,6 +124,7 @@ router:
 router:
   latencyPredictor: {enabled: false, trainingServer: {port: 8000}, eppEnv: {LATENCY_COALESCE_WINDOW_MS: "1"}}
   proxy: {args: [], priorityRouting: {enabled: false}}
+  monitoring: {provider: {name: "", gmp: {autopilot: false}}}
 provider: {name: none, gke: {preferredBackends: {enabled: false, preferredReplicas: 1}}}
 """,
 }
@@ -319,12 +323,92 @@ LEADER = at("router.epp.flags.ha-enable-leader-election", True)
             [at("router.epp.podDisruptionBudget", {"maxUnavailable": 1, "minAvailable": 1})],
             "router.epp.podDisruptionBudget: write one of",
         ),
+        (
+            [at("router.epp.autoscaling.enabled", True), at("router.epp.resources", None)],
+            "router.epp.autoscaling: 80 percent of what? Write router.epp.resources.requests.cpu",
+        ),
+        (
+            [
+                at("mode", "standalone"),
+                at("router.epp.autoscaling.enabled", True),
+                at("router.proxy.resources.requests.cpu", None),
+            ],
+            "router.epp.autoscaling: 80 percent of what? Write router.proxy.resources.requests.cpu",
+        ),
+        (
+            [at("router.epp.tls.secretName", "s"), at("router.epp.flags.secure-serving", False)],
+            "router.epp.tls.secretName: flags.secure-serving is false",
+        ),
+        (
+            [at("router.monitoring.prometheus.tlsConfig", {"insecureSkipVerify": True})],
+            "router.monitoring.prometheus.tlsConfig: metrics are not served over TLS",
+        ),
+        (
+            [at("router.legacyPolicies", True), at("router.inferencePool.create", False)],
+            "router.legacyPolicies: objectives and rewrites belong to a pool",
+        ),
     ],
 )
 def test_values_that_do_not_go_together(parts: list[Object], says: str) -> None:
     said = refusal(values(*parts))
     assert says in said
     assert said.count("\n- ") == 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "key", "holder"),
+    [
+        ([at("router.epp.grpcHealthPort", 9002)], "router.epp.grpcHealthPort", "router.epp.extProcPort"),
+        ([at("router.metricsPort", 9003)], "router.metricsPort", "router.epp.grpcHealthPort"),
+        (
+            [at("router.metricsPort", Options().admin_port)],
+            "router.metricsPort",
+            "router.epp.flags.admin-port",
+        ),
+        ([at("router.epp.flags.admin-port", 9090)], "router.metricsPort", "router.epp.flags.admin-port"),
+        (
+            [at("router.epp.extraContainerPorts", [{"name": "zmq", "containerPort": 9002}])],
+            "router.epp.extraContainerPorts",
+            "router.epp.extProcPort",
+        ),
+        (
+            [at("router.tokenizer", {"enabled": True, "modelName": "m", "port": 9090})],
+            "router.tokenizer.port",
+            "router.metricsPort",
+        ),
+        (
+            [at("mode", "standalone"), at("router.epp.extProcPort", 8081)],
+            "router.epp.extProcPort",
+            "the proxy",
+        ),
+        ([at("mode", "standalone"), at("router.metricsPort", 19001)], "router.metricsPort", "the proxy"),
+    ],
+)
+def test_two_on_one_port_of_the_pod(parts: list[Object], key: str, holder: str) -> None:
+    said = refusal(values(*parts))
+    assert re.search(rf"\n- {key}: {holder} has port \d+ of the pod already; write another\n", said)
+    assert said.count("\n- ") == 1
+
+
+def test_ports_that_meet_nobody() -> None:
+    """Those of a proxy in pods of its own; those that are turned off."""
+    service = values(at("mode", "standalone"), at("router.proxy.mode", "service"))
+    given = values(service, at("router.epp.extProcPort", 8081), at("router.epp.flags.admin-port", 0))
+    assert refusal(values(given, at("router.metricsPort", Options().admin_port))) == ""
+
+
+@pytest.mark.parametrize(
+    "written", ["soon", "3", "3 s", "-3s", "", "1d", 3, "1m30s", "0", 0, "200ms", "1.5h", ".5s", "2us", "5ns"]
+)
+def test_durations_of_flags_are_those_that_the_picker_reads(written: object) -> None:
+    """A pod that ends at its start tells nobody who installs."""
+    try:
+        right = bool(Duration.parse(written) >= 0)
+    except ValueError:
+        right = False
+    said = refusal(values(at("router.epp.flags.metrics-staleness-threshold", written)))
+    assert right == (said == ""), said
+    assert right or "at '/router/epp/flags/metrics-staleness-threshold" in said
 
 
 def test_a_release_whose_name_no_service_can_have() -> None:

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
+from epp.durations import Duration
 from epp.runtime.options import flags
 from tests.data.chart.rendering import CHART, at, values
 from tools import chart, chart_envoy
@@ -97,7 +98,7 @@ def test_every_flag_of_serve_has_its_shape() -> None:
     for flag in flags():
         name = flag.names[-1].lstrip("-")
         assert name in known
-        right: object = {bool: "true", int: 3}.get(flag.kind, "text")
+        right: object = {bool: "true", int: 3, Duration: "3s"}.get(flag.kind, "text")
         assert valid(whole(at(f"router.epp.flags.{name}", right))), name
         assert not valid(whole(at(f"router.epp.flags.{name}", [right]))), name
     assert not valid(whole(at("router.epp.flags.v", "three")))

@@ -206,6 +206,16 @@ def test_the_pod_outlives_its_drain() -> None:
         assert pod(objects)["terminationGracePeriodSeconds"] > options(objects).drain_timeout
 
 
+def test_a_picker_ends_with_the_proxy_beside_it() -> None:
+    """Unless another replica waits for its Lease."""
+    standalone = OVERLAYS["standalone"]
+    hooks = [container(standalone, name)["lifecycle"] for name in ("epp", "envoy")]
+    assert hooks == [{"preStop": {"sleep": {"seconds": 120}}}] * 2
+    assert options(standalone).drain_timeout < pod(standalone)["terminationGracePeriodSeconds"] - 120
+    assert not container(with_component("leader-ready", standalone), "epp")["lifecycle"]
+    assert "lifecycle" not in container(OVERLAYS["gateway"], "epp")
+
+
 def test_a_pool_leads_from_the_route_to_the_engines() -> None:
     pool, route = one(GATEWAY, "InferencePool"), one(GATEWAY, "HTTPRoute")
     (rule,) = route["spec"]["rules"]
@@ -360,7 +370,7 @@ def test_images_have_a_tag_and_no_registry() -> None:
 
 
 def test_nothing_is_left_out() -> None:
-    """Every file is part of a kustomization, or a sample."""
+    """Every file is part of a kustomization, or a sample, or of a gateway."""
     used = set()
     for file in MANIFESTS.rglob("kustomization.yaml"):
         wanted = yaml.safe_load(file.read_text())
@@ -371,4 +381,5 @@ def test_nothing_is_left_out() -> None:
         named += [name for each in wanted.get("configMapGenerator", ()) for name in each["files"]]
         used |= {file} | {(file.parent / name).resolve() for name in named}
     files = {file for file in MANIFESTS.rglob("*") if file.is_file()}
+    files = {file for file in files if MANIFESTS / "gateways" not in file.parents}
     assert files - used == {*(MANIFESTS / "samples").glob("*.yaml"), MANIFESTS / "conformance/config.yaml"}

@@ -86,6 +86,8 @@ static_resources:
             typed_config:
               "@type": type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor
               failure_mode_allow: {{ .Values.router.proxy.failOpen }}
+              # Where no picker can be asked, or its stream breaks. Without this it is 500, which clients do not try again.
+              status_on_error: {code: ServiceUnavailable}
               message_timeout: 1000s
               processing_mode: {"request_header_mode": "SEND", "response_header_mode": "SEND", "request_body_mode": "FULL_DUPLEX_STREAMED", "response_body_mode": "FULL_DUPLEX_STREAMED", "request_trailer_mode": "SEND", "response_trailer_mode": "SEND"}
               grpc_service: {envoy_grpc: {cluster_name: picker, authority: picker}}

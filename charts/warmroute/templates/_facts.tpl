@@ -27,6 +27,16 @@
 {{- if and (include "warmroute.proxied" .) (eq .Values.router.proxy.mode "service") }}true{{ end -}}
 {{- end -}}
 
+{{- /* A picker that its own proxy alone asks ends with that. A leader does not wait: others wait for its lease. */ -}}
+{{- define "warmroute.goesWithProxy" -}}
+{{- if and (include "warmroute.sidecar" .) (not (include "warmroute.leader" .)) }}true{{ end -}}
+{{- end -}}
+
+{{- /* For how long a picker serves new requests after SIGTERM, as the flag writes it. */ -}}
+{{- define "warmroute.drainTimeout" -}}
+{{- dig "drain-timeout" (ternary "1s" "30s" (eq (include "warmroute.goesWithProxy" .) "true")) (.Values.router.epp.flags | default dict) -}}
+{{- end -}}
+
 {{- /* There are replicas of which one writes conditions, or is ready alone. */ -}}
 {{- define "warmroute.lease" -}}
 {{- if or .Values.router.inferencePool.create (include "warmroute.leader" .) }}true{{ end -}}
@@ -94,6 +104,9 @@
 {{- end -}}
 {{- if and (include "warmroute.agnostic" .) (not (hasKey $flags "allow-experimental-plugins")) -}}
   {{- $args = append $args "--allow-experimental-plugins=true" -}}
+{{- end -}}
+{{- if and (include "warmroute.goesWithProxy" .) (not (hasKey $flags "drain-timeout")) -}}
+  {{- $args = append $args (printf "--drain-timeout=%s" (include "warmroute.drainTimeout" .)) -}}
 {{- end -}}
 {{- if not (hasKey $flags "zap-encoder") }}{{ $args = append $args "--zap-encoder=json" }}{{ end -}}
 {{- range $flag, $value := $flags -}}

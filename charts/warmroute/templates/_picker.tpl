@@ -40,11 +40,18 @@ livenessProbe:
   initialDelaySeconds: 5
   periodSeconds: 10
   failureThreshold: 6
+  # One that hangs has nothing to end in good order, and is not ready meanwhile.
+  terminationGracePeriodSeconds: 10
 readinessProbe:
   grpc:
     port: {{ int $epp.grpcHealthPort }}
     service: readiness
   periodSeconds: 2
+{{- if include "warmroute.goesWithProxy" . }}
+# The proxy beside it serves those who still come, and asks it until then.
+lifecycle:
+  {{- include "warmroute.servesOn" $epp.terminationGracePeriodSeconds | nindent 2 }}
+{{- end }}
 {{- with $epp.resources }}
 resources:
   {{- toYaml . | nindent 2 }}

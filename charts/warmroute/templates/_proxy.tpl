@@ -29,9 +29,7 @@ readinessProbe:
   periodSeconds: 2
 # Envoy ends at once when told to. Until then it serves those who still come, and answers in flight go on.
 lifecycle:
-  preStop:
-    sleep:
-      seconds: {{ max 1 (sub (int .grace) 10) }}
+  {{- include "warmroute.servesOn" .grace | nindent 2 }}
 {{- with $proxy.resources }}
 resources:
   {{- toYaml . | nindent 2 }}
@@ -44,6 +42,13 @@ volumeMounts:
 - name: envoy
   mountPath: /etc/envoy
   readOnly: true
+{{- end -}}
+
+{{- /* Before SIGTERM, as long as that leaves ten seconds: SECONDS of grace. */ -}}
+{{- define "warmroute.servesOn" -}}
+preStop:
+  sleep:
+    seconds: {{ max 1 (sub (int .) 10) }}
 {{- end -}}
 
 {{- define "warmroute.proxyVolume" -}}

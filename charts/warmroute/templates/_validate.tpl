@@ -4,7 +4,9 @@
   (include "warmroute.problems.refused" . | fromJsonArray)
   (include "warmroute.problems.pool" . | fromJsonArray)
   (include "warmroute.problems.picker" . | fromJsonArray)
-  (include "warmroute.problems.replicas" . | fromJsonArray) -}}
+  (include "warmroute.problems.replicas" . | fromJsonArray)
+  (include "warmroute.problems.ports" . | fromJsonArray)
+  (include "warmroute.problems.idle" . | fromJsonArray) -}}
 {{- if $problems }}{{ fail (printf "\n- %s\n" (join "\n- " $problems)) }}{{ end -}}
 {{- end -}}
 
@@ -57,7 +59,7 @@
 {{- if not (hasKey $files $epp.pluginsConfigFile) -}}
   {{- $problems = append $problems (printf "router.epp.pluginsConfigFile: there is no %s; there are %s" $epp.pluginsConfigFile (keys $files | sortAlpha | join ", ")) -}}
 {{- end -}}
-{{- $drain := include "warmroute.seconds" (dig "drain-timeout" "30s" ($epp.flags | default dict)) | int -}}
+{{- $drain := include "warmroute.seconds" (include "warmroute.drainTimeout" .) | int -}}
 {{- if le (int $epp.terminationGracePeriodSeconds) $drain -}}
   {{- $problems = append $problems (printf "router.epp.terminationGracePeriodSeconds: %d is no more than the drain-timeout of %d s; add the longest answer to that" (int $epp.terminationGracePeriodSeconds) $drain) -}}
 {{- end -}}
@@ -88,10 +90,78 @@
     {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
       {{- $problems = append $problems (printf "%s.autoscaling: minReplicas %d is above maxReplicas %d" $path (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
     {{- end -}}
+    {{- range $resource, $target := dict "cpu" $scaling.targetCPUUtilizationPercentage "memory" $scaling.targetMemoryUtilizationPercentage -}}
+      {{- range $at, $resources := include "warmroute.scaledResources" (dict "root" $ "path" $path) | fromJson -}}
+        {{- if and $target (not $scaling.metrics) (not (dig "requests" $resource "" ($resources | default dict))) -}}
+          {{- $problems = append $problems (printf "%s.autoscaling: %d percent of what? Write %s.requests.%s" $path (int $target) $at $resource) -}}
+        {{- end -}}
+      {{- end -}}
+    {{- end -}}
     {{- if not (or $scaling.metrics $scaling.targetCPUUtilizationPercentage $scaling.targetMemoryUtilizationPercentage) -}}
       {{- $problems = append $problems (printf "%s.autoscaling: by what? Write a target or metrics" $path) -}}
     {{- end -}}
   {{- end -}}
+{{- end -}}
+{{- toJson $problems -}}
+{{- end -}}
+
+{{- /* Resources of all containers of the pods that are scaled, by path: dict "root" $ "path" PATH. */ -}}
+{{- define "warmroute.scaledResources" -}}
+{{- $router := .root.Values.router -}}
+{{- $found := dict -}}
+{{- if eq .path "router.epp" -}}
+  {{- $_ := set $found "router.epp.resources" $router.epp.resources -}}
+  {{- if include "warmroute.sidecar" .root }}{{ $_ := set $found "router.proxy.resources" $router.proxy.resources }}{{ end -}}
+  {{- if $router.tokenizer.enabled }}{{ $_ := set $found "router.tokenizer.resources" $router.tokenizer.resources }}{{ end -}}
+{{- else if include "warmroute.proxyService" .root -}}
+  {{- $_ := set $found "router.proxy.resources" $router.proxy.resources -}}
+{{- end -}}
+{{- toJson $found -}}
+{{- end -}}
+
+{{- /* Two that listen on one port of the pod. */ -}}
+{{- define "warmroute.problems.ports" -}}
+{{- $router := .Values.router -}}
+{{- $flags := $router.epp.flags | default dict -}}
+{{- $ports := list (list "router.epp.flags.admin-port" (dig "admin-port" 9091 $flags)) -}}
+{{- if include "warmroute.sidecar" . -}}
+  {{- $ports = concat (list (list "the proxy" 8081) (list "the proxy" 19000) (list "the proxy" 19001)) $ports -}}
+{{- end -}}
+{{- $ports = concat $ports (list
+  (list "router.epp.extProcPort" $router.epp.extProcPort)
+  (list "router.epp.grpcHealthPort" $router.epp.grpcHealthPort)
+  (list "router.metricsPort" $router.metricsPort)) -}}
+{{- if $router.tokenizer.enabled -}}
+  {{- $ports = append $ports (list "router.tokenizer.port" $router.tokenizer.port) -}}
+{{- end -}}
+{{- range $router.epp.extraContainerPorts -}}
+  {{- $ports = append $ports (list "router.epp.extraContainerPorts" .containerPort) -}}
+{{- end -}}
+{{- $problems := list -}}
+{{- $seen := dict -}}
+{{- range $ports -}}
+  {{- $port := last . | int | toString -}}
+  {{- if and (hasKey $seen $port) (ne $port "0") -}}
+    {{- $problems = append $problems (printf "%s: %s has port %s of the pod already; write another" (first .) (get $seen $port) $port) -}}
+  {{- else -}}
+    {{- $_ := set $seen $port (first .) -}}
+  {{- end -}}
+{{- end -}}
+{{- toJson $problems -}}
+{{- end -}}
+
+{{- /* Values that others leave without effect. */ -}}
+{{- define "warmroute.problems.idle" -}}
+{{- $problems := list -}}
+{{- $router := .Values.router -}}
+{{- if and $router.epp.tls.secretName (not (include "warmroute.secure" .)) -}}
+  {{- $problems = append $problems "router.epp.tls.secretName: flags.secure-serving is false, so no certificate is shown; leave out one of them" -}}
+{{- end -}}
+{{- if and $router.monitoring.prometheus.tlsConfig (not (hasKey ($router.epp.flags | default dict) "metrics-cert-dir")) -}}
+  {{- $problems = append $problems "router.monitoring.prometheus.tlsConfig: metrics are not served over TLS; write router.epp.flags.metrics-cert-dir, or leave it out" -}}
+{{- end -}}
+{{- if and $router.legacyPolicies (not $router.inferencePool.create) -}}
+  {{- $problems = append $problems "router.legacyPolicies: objectives and rewrites belong to a pool; set router.inferencePool.create: true, or leave it out" -}}
 {{- end -}}
 {{- toJson $problems -}}
 {{- end -}}
