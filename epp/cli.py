@@ -3,6 +3,7 @@
 import builtins
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,18 @@ from epp.errors import ConfigError, WarmrouteError
 from epp.runtime.flag_values import REFUSED, Size
 from epp.runtime.options import FlagSpec, Options, completed, flags
 
+_WHOLE = re.compile("[-+]?(?:0|[1-9][0-9]{0,18}|0[xX][0-9a-fA-F]{1,16}|0[oO][0-7]{1,21}|0[bB][01]{1,63})")
 _TRUE, _FALSE = ("1", "t", "T", "true", "TRUE", "True"), ("0", "f", "F", "false", "FALSE", "False")
+
+
+class GoCommand(click.Command):
+    """A command whose long flags take one dash as well as two."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        known = {name for param in self.get_params(ctx) for name in param.opts}
+        end = args.index("--") if "--" in args else len(args)
+        flags = [f"-{arg}" if f"-{arg.partition('=')[0]}" in known else arg for arg in args[:end]]
+        return super().parse_args(ctx, flags + args[end:])
 
 
 class GoBool(click.ParamType[bool]):
@@ -33,16 +45,15 @@ class GoBool(click.ParamType[bool]):
 
 
 class GoInt(click.ParamType[int]):
-    """A whole number; `-v=4` reaches a short flag with the equals sign."""
+    """A whole number in 64 bits: decimal, 0x, 0o or 0b."""
 
     name = "int"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        text = str(value).removeprefix("=")
-        try:
-            return int(text)
-        except ValueError:
-            return self.fail(f"{text!r} is not a whole number", param, ctx)
+        text = str(value)
+        if _WHOLE.fullmatch(text) and -(2**63) <= (number := int(text, 0)) < 2**63:
+            return number
+        return self.fail(f"{text!r} is not a whole number in 64 bits", param, ctx)
 
 
 class GoDuration(click.ParamType[Duration]):
@@ -145,7 +156,7 @@ def _serve(**values: Any) -> None:
 
 
 main.add_command(
-    click.Command(
+    GoCommand(
         "serve",
         callback=_serve,
         params=[*map(_option, flags()), *(_refused(flag, why) for flag, why in REFUSED.items())],

@@ -106,7 +106,9 @@ def _value(value: Any, wanted: Any, path: str, problems: Problems) -> Any:
         return msgspec.convert(value, wanted)
     except msgspec.ValidationError as error:
         expected, _, below = str(error).partition(" - at `$")
-        problems.add(path + below.rstrip("`"), f"{_worded(expected)}, {_seen(value)}")
+        worded = _worded(expected)
+        quote = "; put it in quotes" if "text" in worded and isinstance(value, bool | int | float) else ""
+        problems.add(path + below.rstrip("`"), f"{worded}, {_seen(value)}{quote}")
         return None
 
 
@@ -151,5 +153,7 @@ def _seen(value: Any) -> str:
             return "got a list"
         case Mapping():
             return "got a mapping"
+        case bool():
+            return f"not {str(value).lower()}"
         case _:
             return f"not {quoted(value)}"

@@ -1,8 +1,8 @@
 """YAML text to plain values, each with the line it stands on.
 
-Stricter than YAML: one document, no duplicate keys, no tags, bounded size and depth. Values are read from
-parser events without recursion, so a nested file costs no more than its size. An alias stands for a copy of
-what it names, and copies count towards the bounds, so a self-similar file does not grow beyond them.
+Stricter than YAML: one document, no duplicate or merge keys, no tags, bounded size and depth. Values are read
+from parser events without recursion, so a nested file costs no more than its size. An alias stands for a copy
+of what it names, and copies count towards the bounds, so a self-similar file does not grow beyond them.
 """
 
 import re
@@ -92,7 +92,6 @@ def _decoded(text: str | bytes, source: str) -> str:
         except UnicodeDecodeError as error:
             line = error.object.count(b"\n", 0, error.start) + 1
             raise _broken(source, f"line {line}: not UTF-8 at byte {error.start}") from None
-    text = text.removeprefix("\ufeff")
     if found := _FORBIDDEN.search(text):
         line = text.count("\n", 0, found.start()) + 1
         raise _broken(source, f"line {line}: character U+{ord(found[0]):04X} is not allowed in YAML")
@@ -211,6 +210,8 @@ class _Builder:
 
     def _key(self, event: Any) -> None:
         parent = self._stack[-1]
+        if event.value == "<<" and not event.style:
+            raise _at(event, self._source, "merge keys are not supported; write the fields out, or an alias")
         if event.value in parent.value:
             raise _at(event, self._source, f"key {event.value[:60]!r} appears twice")
         if len(event.value) > MAX_KEY:

@@ -55,6 +55,8 @@ class Reading:
         entry = self.entries.get(name)
         if entry is None:
             hint = nearest(name, self.entries) or f"; defined: {', '.join(self.entries) or 'none'}"
+            if name in self.registry.types():
+                hint = "; it is a type: put it into $.plugins"
             self.problems.add(path, f"no plugin is named {quoted(name)}{hint[:400]}")
             return None
         if entry.kind is not None and entry.kind not in kinds:

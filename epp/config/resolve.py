@@ -1,8 +1,10 @@
 """From a decoded file to plugins, profiles and references: defaults filled in, everything checked."""
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final
+
+import msgspec
 
 from epp import names
 from epp.config.decode import Problems, decode, decode_fields, nearest, quoted
@@ -12,7 +14,15 @@ from epp.config.loaded import LoadedConfig, LoadedPlugin, LoadedProfile, PluginU
 from epp.config.reading import Entry, Reading
 from epp.config.registry import PluginImportError, Registry
 from epp.config.rewrite_section import model_rewrites
-from epp.config.schema import DataLayer, EndpointPickerConfig, PluginEntry, ProfilePlugin
+from epp.config.schema import (
+    DataLayer,
+    EndpointPickerConfig,
+    FlowControl,
+    PluginEntry,
+    ProfileEntry,
+    ProfilePlugin,
+    RequestHandler,
+)
 from epp.config.sources_section import data_sources
 from epp.config.spec import Kind, KnownType, PluginSpec
 from epp.scheduling.records import FactKey
@@ -27,6 +37,13 @@ DEFAULT_PICKER: Final = "max-score-picker"
 DEFAULT_HANDLER: Final = "single-profile-handler"
 
 _HEAD: Final[Mapping[str, Any]] = {"api_version": names.API_VERSION, "kind": names.CONFIG_KIND}
+
+# Everything in them is optional.
+_SECTIONS: Final[tuple[tuple[str, str, type[msgspec.Struct]], ...]] = (
+    ("dataLayer", "data_layer", DataLayer),
+    ("flowControl", "flow_control", FlowControl),
+    ("requestHandler", "request_handler", RequestHandler),
+)
 
 GATES: Final[Mapping[str, bool]] = {"flowControl": False, "haPopulateNonLeaderDatastore": True}
 
@@ -58,13 +75,35 @@ def resolve(
     """Check the whole file and complete it. None after problems were added."""
     value = document.value
     fields = decode_fields(value, EndpointPickerConfig, "$", problems)
-    config = EndpointPickerConfig(**{**_HEAD, **fields})
+    config = EndpointPickerConfig(**{**_HEAD, **fields, **dict(_in_part(value, fields))})
     reading = Reading(registry, problems, allow_experimental)
     reading.gates = _gates(reading, config.feature_gates)
     _read_plugins(reading, value.get("plugins"))
-    if "scheduling_profiles" not in fields and value.get("schedulingProfiles") is not None:
-        return None
     return complete(reading, document, config)
+
+
+def _in_part(value: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What is right in sections that are not right as a whole, so that one fault hides no other.
+
+    Their faults have been added to the problems. In place of a name that is wrong there is none.
+    """
+    for name, field, section in _SECTIONS:
+        given = value.get(name)
+        if field not in fields and isinstance(given, Mapping):
+            yield field, section(**decode_fields(given, section, "", Problems()))
+    profiles = value.get("schedulingProfiles")
+    if "scheduling_profiles" not in fields and profiles is not None:
+        listed = profiles if isinstance(profiles, list) else [None]
+        yield "scheduling_profiles", tuple(map(_profile_in_part, listed))
+
+
+def _profile_in_part(value: Any) -> ProfileEntry:
+    fields = decode_fields(value, ProfileEntry, "", Problems())
+    plugins = value.get("plugins") if isinstance(value, Mapping) else None
+    if "plugins" not in fields and isinstance(plugins, list):
+        read = [decode_fields(each, ProfilePlugin, "", Problems()) for each in plugins]
+        fields["plugins"] = tuple(ProfilePlugin(**{"plugin_ref": "", **each}) for each in read)
+    return ProfileEntry(**{"name": "", **fields})
 
 
 def defaults(document: Document, registry: Registry, problems: Problems) -> LoadedConfig | None:
@@ -238,7 +277,7 @@ def _profiles(reading: Reading, config: EndpointPickerConfig) -> tuple[LoadedPro
     profiles: dict[str, LoadedProfile] = {}
     for index, entry in enumerate(config.scheduling_profiles):
         path = f"$.schedulingProfiles[{index}]"
-        if entry.name in profiles:
+        if entry.name and entry.name in profiles:
             reading.problems.add(f"{path}.name", f"a second profile named {quoted(entry.name)}")
         uses: dict[str, PluginUse] = {}
         for number, plugin in enumerate(entry.plugins):
@@ -249,6 +288,8 @@ def _profiles(reading: Reading, config: EndpointPickerConfig) -> tuple[LoadedPro
 
 def _use(reading: Reading, plugin: ProfilePlugin, path: str, uses: dict[str, PluginUse]) -> None:
     name = plugin.plugin_ref
+    if not name:
+        return
     entry = reading.refer(name, f"{path}.pluginRef", *_IN_PROFILES)
     if name in uses:
         reading.problems.add(f"{path}.pluginRef", f"{name} is in this profile already")
@@ -275,7 +316,7 @@ def _with_picker(reading: Reading, name: str, uses: list[PluginUse], path: str) 
     elif len(pickers) > 1:
         where = pickers[1].path or reading.entries[pickers[1].name].path
         both = " and ".join(use.name for use in pickers[:2])
-        reading.problems.add(where, f"profile {name} has more than one picker: {both}")
+        reading.problems.add(where, f"{f'profile {name}'.rstrip()} has more than one picker: {both}")
     if not any(kind in (Kind.SCORER, None) for kind in kinds.values()):
         reading.warnings.append(f"profile {name} has no scorer: every endpoint is as good as another")
     return LoadedProfile(name, tuple(uses), path)

@@ -169,6 +169,7 @@ class AnswerReader:
                 return b"" if self._renaming is None else passed
             case _Reading.DOCUMENT:
                 if self._counts is not None:
+                    held = held.removeprefix(sse.BYTE_ORDER_MARK)
                     usage = self._counts.in_part(held) if self._is_cut else self._counts.in_document(held)
                     self._usage = usage or self._usage
                 return b"" if self._renaming is None or self._document is None else self._document.finish()
@@ -199,6 +200,8 @@ class AnswerReader:
         return passed if renamed else chunk
 
     def _read_events(self, text: bytes) -> bytes:
+        if text.startswith(sse.BYTE_ORDER_MARK):
+            return sse.BYTE_ORDER_MARK + self._read_events(text[len(sse.BYTE_ORDER_MARK) :])
         self.events += sse.data_line_count(text)
         if self._renaming is None and self.first_token and text.find(COUNT_MARK) < 0:
             return text

@@ -9,6 +9,7 @@ import numpy as np
 from msgspec import Raw
 
 from epp.errors import BadRequest
+from epp.payload.sse import BYTE_ORDER_MARK
 
 ABSENT = Raw()
 """Value of a member that the body does not have."""
@@ -16,7 +17,6 @@ ABSENT = Raw()
 Span = tuple[int, int]
 """First byte and end."""
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MODEL_KEY = b'"model"'
 _COLON = re.compile(rb"[ \t\r\n]*+:[ \t\r\n]*+")
 _LONG_VALUE_BYTES = 1024
@@ -46,6 +46,7 @@ class Messages(Body):
 
 
 BodyT = TypeVar("BodyT", bound=Body)
+Form = TypeVar("Form")
 
 _string = msgspec.json.Decoder(str)
 
@@ -90,11 +91,11 @@ class BodyReader(Generic[BodyT]):
         except msgspec.ValidationError as error:
             raise _mistyped(error, self.unparsable, self.no_messages) from None
         except (msgspec.DecodeError, RecursionError) as error:
-            mended = _mended(plain)
-            if mended == plain:
+            source = _mended(plain)
+            if source == plain:
                 raise self._refused(str(error)) from None
         try:
-            return Read(_decode(self._decoder, mended), mended)
+            return Read(_decode(self._decoder, source), source)
         except msgspec.ValidationError as error:
             raise _mistyped(error, self.unparsable, self.no_messages) from None
         except (msgspec.DecodeError, RecursionError) as error:
@@ -150,7 +151,7 @@ class BodyReader(Generic[BodyT]):
         def keys(pairs: list[tuple[str, object]]) -> list[str]:
             return [key for key, _ in pairs]
 
-        text = plain.removeprefix(_BYTE_ORDER_MARK).decode("utf-8", "replace")
+        text = plain.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "replace")
         try:
             # The hook runs innermost first, so what comes back are the keys of the outermost object.
             found: list[str] = json.loads(text, object_pairs_hook=keys, parse_int=str, parse_float=str)
@@ -220,8 +221,8 @@ def _address(view: Raw | bytes) -> int:
 
 
 def _decode(decoder: "msgspec.json.Decoder[BodyT]", plain: bytes) -> BodyT:
-    if plain.startswith(_BYTE_ORDER_MARK):
-        return decoder.decode(memoryview(plain)[len(_BYTE_ORDER_MARK) :])
+    if plain.startswith(BYTE_ORDER_MARK):
+        return decoder.decode(memoryview(plain)[len(BYTE_ORDER_MARK) :])
     return decoder.decode(plain)
 
 
@@ -251,6 +252,20 @@ _ESCAPE = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
     re.DOTALL,
 )
+
+
+def leniently(decoder: "msgspec.json.Decoder[Form]", data: bytes) -> Form | None:
+    """What the decoder makes of the text, or of it with what is no JSON in it mended; None: nothing."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError:
+        return None
+    except (msgspec.DecodeError, RecursionError):
+        source = _mended(data)
+    try:
+        return decoder.decode(source) if source != data else None
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 def _mended(plain: bytes) -> bytes:

@@ -3,15 +3,15 @@
 An event that ends the output counts, since an answer may have no other; an error never does.
 """
 
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
+
+from epp.payload.body import leniently
 
 _OPENAI_OUTPUT = (".delta", ".partial_image", "image_generation.completed")
 _OPENAI_END = frozenset({"response.completed", "response.incomplete"})
 _ANTHROPIC_OUTPUT = ("text", "thinking", "partial_json")
-
-_Form = TypeVar("_Form")
 
 
 class _Choice(msgspec.Struct):
@@ -47,25 +47,25 @@ _output = msgspec.json.Decoder(_Output)
 
 def in_chat(data: bytes) -> bool:
     """A chat opens with a delta that says only whose turn it is."""
-    chunk = _decoded(_chunk, data)
+    chunk = leniently(_chunk, data)
     return chunk is not None and any(map(_has_output, chunk.choices))
 
 
 def in_completions(data: bytes) -> bool:
     """Every choice is output, be its text empty: a token may still wait for the rest of a character."""
-    chunk = _decoded(_chunk, data)
+    chunk = leniently(_chunk, data)
     return chunk is not None and bool(chunk.choices)
 
 
 def in_typed_event(data: bytes) -> bool:
     """Events of OpenAI that name their type: those of responses and of images."""
-    event = _decoded(_event, data)
+    event = leniently(_event, data)
     return event is not None and (event.type.endswith(_OPENAI_OUTPUT) or event.type in _OPENAI_END)
 
 
 def in_messages(data: bytes) -> bool:
     """A delta of text, thinking or the input of a tool, or the reason why the output stops."""
-    event = _decoded(_event, data)
+    event = leniently(_event, data)
     if event is None or not isinstance(event.delta, dict):
         return False
     if event.type == "content_block_delta":
@@ -75,7 +75,7 @@ def in_messages(data: bytes) -> bool:
 
 def in_sglang(data: bytes) -> bool:
     """Text, tokens, or an end that is no abort. The counts tell of a token whose text is not complete yet."""
-    output = _decoded(_output, data)
+    output = leniently(_output, data)
     if output is None:
         return False
     reason = output.meta_info.finish_reason
@@ -91,10 +91,3 @@ def _has_output(choice: _Choice) -> bool:
     if not isinstance(delta, dict):
         return False
     return "role" not in delta or any(value for name, value in delta.items() if name != "role")
-
-
-def _decoded(decoder: msgspec.json.Decoder[_Form], data: bytes) -> _Form | None:
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError):
-        return None

@@ -282,7 +282,11 @@ def _entry(entry: Raw, first: bytes, where: str, member: PromptMember, media: Me
         return text_bytes(raw)
     if first == b"{":
         identity = bytearray()
-        add_message(identity, _tolerant_message(entry), media)
+        message = _tolerant_message(entry)
+        if message.role is ABSENT and message.content is ABSENT:
+            add_json(identity, _OTHER_ITEM, entry)
+        else:
+            add_message(identity, message, media)
         return bytes(identity)
     ids = token_ids(raw)
     if ids is None:

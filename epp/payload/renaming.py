@@ -11,7 +11,8 @@ import msgspec
 from epp.payload.sse import data_lines
 
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
-_BLANK = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*+")
+_BLANK = re.compile(rb"(?:\xef\xbb\xbf|[ \t\r\n])*+")
+_NOTHING_YET = (b"", b"\xef", b"\xef\xbb")  # or the beginning of a byte order mark
 _SEPARATORS = re.compile(rb"[ \t\r\n,]*+")
 _WHOLE_STRING = re.compile(_STRING, re.DOTALL)
 _KEY = re.compile(rb"(" + _STRING + rb")\s*+:\s*+(?=\S)", re.DOTALL)
@@ -207,7 +208,7 @@ class RenamedJson:
                 return position + 1
 
     def _start(self, text: bytes, position: int) -> int:
-        if position == len(text):
+        if text[position : position + len(_NOTHING_YET)] in _NOTHING_YET:
             return position
         if text[position] == _OPEN_OBJECT:
             self._at = _At.KEY

@@ -8,6 +8,7 @@ _BLANK_LINES = (b"\n\n", b"\n\r\n", b"\r\r")
 _DATA_LINE = re.compile(rb"data:(?<![^\r\n]data:) ?([^\r\n]*+)")
 
 LONGEST_BLANK_LINE = 3
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 USUAL_ENDS = (b"\n\n", b"\r\n\r\n")
 DONE = b"[DONE]"
 

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from epp.payload.body import leniently
 from epp.payload.records import Usage
 
 COUNT_MARK: Final = b'_tokens"'
@@ -161,9 +162,8 @@ class OutputUsage:
         self._by_index: dict[int, Usage] = {}
 
     def in_document(self, document: bytes) -> Usage | None:
-        try:
-            found = _outputs.decode(document)
-        except (msgspec.DecodeError, RecursionError):
+        found = leniently(_outputs, document)
+        if found is None:
             return None
         outputs = found if isinstance(found, list) else [found]
         return _sum([usage for output in outputs if (usage := _meta_usage(output.meta_info))])
@@ -173,9 +173,8 @@ class OutputUsage:
         return None
 
     def in_event(self, data: bytes) -> Usage | None:
-        try:
-            output = _output.decode(data)
-        except (msgspec.DecodeError, RecursionError):
+        output = leniently(_output, data)
+        if output is None:
             return None
         usage = _meta_usage(output.meta_info)
         index = output.index if isinstance(output.index, int) else 0

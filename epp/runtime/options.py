@@ -11,6 +11,7 @@ import msgspec
 from epp import names
 from epp.durations import Duration
 from epp.errors import ConfigError, Problem
+from epp.http2.codes import LEAST_MAX_FRAME_BYTES
 from epp.runtime.flag_values import (
     MOST_TARGET_PORTS,
     REFUSED,
@@ -220,6 +221,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 "--grpc-max-send-msg-size",
                 f"{self.grpc_max_send_msg_size} is too small for the picker's messages; the least is 128Ki",
             )
+        if 0 < self.grpc_max_recv_msg_size < LEAST_MAX_FRAME_BYTES:
+            yield Problem(
+                "--grpc-max-recv-msg-size",
+                f"{self.grpc_max_recv_msg_size} is less than one frame; the least is 16Ki",
+            )
         if self.grpc_max_recv_msg_size and self.transport == GRPCIO:
             yield Problem("--grpc-max-recv-msg-size", "has no effect with grpcio; use --transport=own")
 
@@ -348,8 +354,9 @@ def reference() -> str:
     lines = [
         "# Flags of `warmroute serve`",
         "",
-        "Written as Go programs take them: `--flag=value` or `--flag value`; a boolean also as `--flag`. A",
-        "duration has a unit: `200ms`, `5s`, `1m30s`. A size is whole bytes, or has a unit: `10MiB`, `25MB`.",
+        "Written as Go programs take them: `--flag=value` or `--flag value`, with two dashes or one; a",
+        "boolean also as `--flag`. A duration has a unit: `200ms`, `5s`, `1m30s`. A size is whole bytes,",
+        "or has a unit: `10MiB`, `25MB`.",
         "",
         "| Flag | Type | Default | Meaning |",
         "|---|---|---|---|",

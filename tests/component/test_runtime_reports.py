@@ -84,13 +84,6 @@ async def test_a_fleet_without_metrics_does_not_fill_the_log() -> None:
     assert errors[-1].endswith("the same of others is not said for a while")
 
 
-async def test_every_endpoint_in_trouble_is_named_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrape, "REPEAT_COMPLAINT_S", 0.2)
-    errors: list[str] = []
-    async with serving(status=500) as port, scraping(store_of(port, 25), errors):
-        await until(lambda: len({error.partition(" at ")[0] for error in errors}) == 25)
-
-
 # -- certificates -------------------------------------------------------------------------------------
 
 

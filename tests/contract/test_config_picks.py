@@ -78,7 +78,7 @@ def test_burst() -> None:
     waiting = [picker.director.prepare(raw, picker.now) for raw in raws]
     needs = [need for one in waiting for need in one.needs if isinstance(need, BurstNeed)]
     windows = [need.producer.enter(need.held)[0] for need in needs]
-    needs[0].producer.settle(windows[0])
+    list(needs[0].producer.settle(windows[0]))
     found = []
     for one, need in zip(waiting, needs, strict=True):
         picker.director.submit(picker.director.satisfied(one, [need.held.place]), picker.now)

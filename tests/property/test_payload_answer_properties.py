@@ -24,6 +24,7 @@ CLIENT = 'al"ias'
 SPELLINGS = ('"meta/llama-3"', '"meta\\/llama-3"', '"\\u006deta/llama-3"')
 PLACE = '"\x7f"'
 SSE, JSON = "text/event-stream", "application/json"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 IN_MEMBER = {Api.RESPONSES: "response", Api.CONVERSATIONS: "response", Api.MESSAGES: "message"}
 WITHOUT_MODEL = (Api.SGLANG_GENERATE, Api.IMAGES)
@@ -168,9 +169,12 @@ def plain_parts(draw: st.DrawFn, api: Api) -> Part:
 def answers(draw: st.DrawFn, apis: list[Api]) -> Answered:
     api = draw(st.sampled_from(apis))
     if draw(st.integers(0, 3)):
-        parts = draw(st.lists(event_parts(api), min_size=1, max_size=4))
-        return Answered(api, SSE, tuple(parts))
-    return Answered(api, JSON, (draw(plain_parts(api)),))
+        content_type, parts = SSE, draw(st.lists(event_parts(api), min_size=1, max_size=4))
+    else:
+        content_type, parts = JSON, [draw(plain_parts(api))]
+    first, *others = parts
+    mark = draw(st.sampled_from([b"", b"", b"", BYTE_ORDER_MARK]))
+    return Answered(api, content_type, (Part(mark + first.sent, mark + first.renamed, first.told), *others))
 
 
 cuts = st.lists(st.integers(0, 1000), max_size=8)
@@ -236,7 +240,8 @@ def message_usage(said: list[dict[str, int]]) -> Usage | None:
 
 
 def events_in(data: bytes) -> int:
-    lines = [line for line in re.split(rb"\r\n|\n|\r", data) if line.startswith(b"data:")]
+    text = data.removeprefix(BYTE_ORDER_MARK)
+    lines = [line for line in re.split(rb"\r\n|\n|\r", text) if line.startswith(b"data:")]
     return len([line for line in lines if line[5:].strip() != b"[DONE]"])
 
 

@@ -61,6 +61,7 @@ def test_lines() -> None:
         ("a: [1, 2\n", "line 2, column 1: not valid YAML"),
         ("a: 'x\n", "line 2, column 1: not valid YAML"),
         ("a: 1\nb: 2\na: 3\n", "line 3, column 1: key 'a' appears twice"),
+        ("a: &x {b: 1}\nc:\n  <<: *x\n", "line 3, column 3: merge keys are not supported"),
         ("a: *x\nb: &x 1\n", r"line 1, column 4: alias \*x: there is no &x before it"),
         ("a: &x\n  b: *x\n", r"line 2, column 6: alias \*x stands in what it names"),
         ("a: &x\n  b:\n  - *x\n", r"line 3, column 5: alias \*x stands in what it names"),

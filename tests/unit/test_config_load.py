@@ -327,6 +327,53 @@ def test_every_bad_block_is_listed_at_once_in_the_order_of_the_file() -> None:
     ]
 
 
+def test_a_fault_in_a_section_hides_no_other() -> None:
+    found = problems(
+        plugins=plugins("queue-scorer", "max-score-picker", "random-picker", {"type": "openai-parser"}),
+        schedulingProfiles=[
+            {
+                "name": True,
+                "plugins": [{"pluginRef": "queue-scorer", "weight": "2"}, {"pluginRef": "nobody"}],
+            },
+            5,
+            {"plugins": 5},
+            {"name": "b", "plugins": [{"pluginRef": 1}, {"pluginRef": "max-score-picker"}]},
+            {"name": "b", "plugins": [{"pluginRef": "random-picker"}, {"pluginRef": "max-score-picker"}]},
+        ],
+        dataLayer={"injectDefaults": 1, "discovery": {"pluginRef": "nothing"}},
+        flowControl={"maxRequests": -1, "saturationDetector": {"pluginRef": "no-one"}},
+        requestHandler={"parser": [], "parsers": [{"pluginRef": "queue-scorer"}]},
+    )
+    assert [path for path, _ in found if path != "$.schedulingProfiles"] == [
+        "$.schedulingProfiles[0].name",
+        "$.schedulingProfiles[0].plugins[0].weight",
+        "$.schedulingProfiles[0].plugins[1].pluginRef",
+        "$.schedulingProfiles[1]",
+        "$.schedulingProfiles[2].name",
+        "$.schedulingProfiles[2].plugins",
+        "$.schedulingProfiles[3].plugins[0].pluginRef",
+        "$.schedulingProfiles[4].name",
+        "$.schedulingProfiles[4].plugins[1]",
+        "$.dataLayer.injectDefaults",
+        "$.dataLayer.discovery.pluginRef",
+        "$.flowControl.maxRequests",
+        "$.flowControl.saturationDetector.pluginRef",
+        "$.requestHandler.parser",
+        "$.requestHandler.parsers[0].pluginRef",
+    ]
+
+
+@pytest.mark.parametrize("profiles", [5, [5], [{"plugins": [5]}]])
+def test_profiles_that_cannot_be_read_are_the_only_fault(profiles: Any) -> None:
+    """Not those of the profile that is there without any."""
+    found = problems(plugins=plugins("max-score-picker", "random-picker"), schedulingProfiles=profiles)
+    assert {message.partition(",")[0] for _, message in found} <= {
+        "expected a list",
+        "expected a mapping",
+        "missing",
+    }
+
+
 def test_a_file_full_of_faults_ends() -> None:
     found = problems(plugins=plugins(*[f"type-{number}" for number in range(500)]))
     assert len(found) == MAX_PROBLEMS + 1

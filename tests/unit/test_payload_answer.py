@@ -97,6 +97,11 @@ def test_usage_of_an_event_cut_in_two() -> None:
         b'data: {"usage":{"prompt_tokens":10,"completion_tokens":5},"x":{"usage":{"prompt_tokens":1}}}\n\n',
         b'data: {"usage":{"prompt_tokens":10,"completion_tokens":5},"x":NaN}\n\n',
         b'data: {"usage":{"prompt_tokens":10,"completion_tokens":5},"x":"\\ud83d"}\n\n',
+        b'\xef\xbb\xbfdata: {"usage":{"prompt_tokens":10,"completion_tokens":5}}\n\ndata: [DONE]\n\n',
+        (
+            b'data: {"usage":{"prompt_tokens":10,"completion_tokens":5}}\n\n'
+            b'data: {"usage":null,"max_tokens":1}\n\ndata: {"max_tokens":1}\n\n'
+        ),
         b': "usage"\n\ndata: {"usage":{"prompt_tokens":10,"completion_tokens":5}}\n\n: "usage"\n\n',
     ],
 )
@@ -125,6 +130,11 @@ def test_usage_of_streams(stream: bytes) -> None:
         (Api.CHAT, '{"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":0}}', False),
         (Api.CHAT, '{"choices":null}', False),
         (Api.CHAT, '{"error":{"message":"broken"}}', False),
+        (Api.CHAT, '{"choices":[{"delta":{"content":"a"},"logprobs":{"top":[-Infinity,NaN]}}]}', True),
+        (Api.CHAT, '{"choices":[{"delta":{"content":"\\ud83d"}}]}', True),
+        (Api.CHAT, '{"choices":[{"delta":{"role":"assistant","content":""},"logprobs":NaN}]}', False),
+        (Api.CHAT, '{"error":{"message":"broken","param":NaN}}', False),
+        (Api.CHAT, '{"choices":[{"delta":{"content":"NaN"}}', False),
         (Api.CHAT, "[DONE]", False),
         (Api.CHAT, "", False),
         (Api.COMPLETIONS, '{"choices":[{"text":"a"}]}', True),
@@ -228,6 +238,33 @@ def test_only_the_objects_own_model_is_renamed(document: str, spelled: str) -> N
     assert renamed(lines[0], SSE) == lines[1]
 
 
+BYTE_ORDER_MARK = "\ufeff"
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body"),
+    [
+        (JSON, '{"model":@}'),
+        (JSON, ' {"a":1,"model":@}'),
+        (SSE, 'data: {"model":@}\n\ndata: {"model":@}\n\ndata: [DONE]\n\n'),
+        (SSE, 'data: {"model":@}\r\n\r\n'),
+        (SSE, 'event: x\ndata: {"model":@}'),
+        (SSE, '\n\ndata: {"model":@}\n\n'),
+    ],
+)
+def test_a_byte_order_mark_in_front_changes_nothing(content_type: str, body: str) -> None:
+    marked = BYTE_ORDER_MARK + body.replace("@", '"meta/llama-3"')
+    assert renamed(marked, content_type) == BYTE_ORDER_MARK + body.replace("@", '"alias"')
+    followed = reader(content_type, "alias", "meta/llama-3")
+    followed.feed(marked.encode(), True)
+    assert followed.events == body.count("data: {")
+
+
+def test_an_answer_of_nothing_but_a_byte_order_mark_passes() -> None:
+    assert renamed(BYTE_ORDER_MARK, JSON) == BYTE_ORDER_MARK
+    assert renamed(BYTE_ORDER_MARK, SSE) == BYTE_ORDER_MARK
+
+
 def event_of_lines(document: str) -> str:
     return "".join(f"data: {line}\n" for line in document.replace(",", ",\n").split("\n")) + "\n"
 
@@ -285,6 +322,19 @@ def test_one_event_at_most_is_held_back() -> None:
     assert followed.finish() == b""
 
 
+@pytest.mark.parametrize("opening", [b'{"', b'{"model":"', b'{"a":1,"model" : "'])
+def test_a_name_without_end_is_not_held_back(opening: bytes) -> None:
+    """What may still become the model's name is held, but no more of it than any name has."""
+    followed = reader(JSON, "alias", "m")
+    piece = b"k" * 4096
+    sent, passed = opening, followed.feed(opening, False)
+    for _ in range(50):
+        sent += piece
+        passed += followed.feed(piece, False)
+        assert len(sent) - len(passed) < 80 << 10
+    assert passed + followed.finish() == sent
+
+
 def test_a_long_answer_is_read_exactly() -> None:
     text = "x" * (EXACT_BYTES - 1000)
     body = json.dumps({"usage": {"prompt_tokens": 7, "completion_tokens": 8}, "text": text}).encode()
@@ -304,6 +354,18 @@ def test_a_longer_answer_is_read_at_its_ends(members: tuple[str, str]) -> None:
         followed.feed(body[start : start + 60_000], False)
     followed.feed(b"", True)
     assert followed.usage == Usage(7, 8)
+
+
+@pytest.mark.parametrize("left", [10, 30, 40, 60, 100_000])
+def test_usage_at_the_end_of_an_event_that_is_too_long_to_keep(left: int) -> None:
+    picture = b'data: {"type":"image_generation.completed","b64_json":"' + b"A" * 300_000
+    event = picture + b'","usage":{"input_tokens":10,"output_tokens":5}}\n\n'
+    followed = reader(SSE, api=Api.IMAGES)
+    followed.feed(event[:-left], False)
+    assert followed.usage is None
+    followed.feed(event[-left:], False)
+    followed.feed(b"data: [DONE]\n\n", True)
+    assert followed.usage == Usage(10, 5)
 
 
 def test_an_event_without_end_flows_on() -> None:

@@ -243,6 +243,16 @@ def test_outputs_of_sglang_add_up() -> None:
     assert usage_of_stream(Api.SGLANG_GENERATE, *events) == Usage(8, 7, 2)
 
 
+def test_numbers_that_are_no_json_do_not_hide_counts_and_tokens_of_sglang() -> None:
+    output = sglang(2, logprobs=[[float("-inf"), 7], [float("nan"), 8]])
+    assert "NaN" in json.dumps(output)
+    assert usage_of_stream(Api.SGLANG_GENERATE, output) == Usage(4, 2, 1)
+    assert usage_of_document(Api.SGLANG_GENERATE, [output, output]) == Usage(8, 4, 2)
+    followed = reader(Api.SGLANG_GENERATE)
+    followed.feed(stream(output), False)
+    assert followed.first_token
+
+
 def test_outputs_of_sglang_without_end_are_not_kept_without_end() -> None:
     followed = reader(Api.SGLANG_GENERATE)
     for index in range(MOST_OUTPUTS + 10):

@@ -169,3 +169,9 @@ def test_counting_reads_the_model_only() -> None:
     raw = RawRequest("id", "POST", COUNT, (), json.dumps(body).encode())
     rewritten = rewrite_model(parse_request(raw, max_bytes=1 << 20), "other")
     assert json.loads(rewritten.body) == {**body, "model": "other"}
+
+
+@pytest.mark.parametrize("body", [b"{}", b" { }\n", b'{"messages":[]}', b"\xef\xbb\xbf{}"])
+def test_a_model_is_put_into_a_count_that_names_none(body: bytes) -> None:
+    parsed = parse_request(RawRequest("id", "POST", COUNT, (), body), max_bytes=1 << 20)
+    assert json.loads(rewrite_model(parsed, "named").body) == {**json.loads(body), "model": "named"}

@@ -99,6 +99,12 @@ def test_inputs_may_be_messages() -> None:
     assert one.prompts == read(CHAT, {"messages": [user("q")]}).prompts
 
 
+def test_inputs_that_are_other_objects_are_told_apart() -> None:
+    asked = read(EMBEDDINGS, {"input": [{"text": "a"}, {"text": "b"}, {"image": "a"}, {"text": "a"}]})
+    assert len(set(asked.prompts)) == 3
+    assert asked.prompts[0] == asked.prompts[3]
+
+
 # -- responses and conversations -----------------------------------------------------------------------
 
 

@@ -309,3 +309,6 @@ def test_small_sizes_and_sizes_without_effect() -> None:
     assert said(Options(grpc_max_send_msg_size=Size(128 << 10))) == ""
     grpcio = Options(transport="grpcio", grpc_max_recv_msg_size=Size(1 << 20))
     assert said(grpcio) == "--grpc-max-recv-msg-size: has no effect with grpcio; use --transport=own"
+    small = Options(grpc_max_recv_msg_size=Size(16_383))
+    assert said(small) == "--grpc-max-recv-msg-size: 16383 is less than one frame; the least is 16Ki"
+    assert said(Options(grpc_max_recv_msg_size=Size(16_384))) == ""
