@@ -16,7 +16,15 @@ from epp.payload.rewrite import Rewrite
 from epp.pool.records import Endpoint
 from epp.runtime.metrics_table import LABEL_SETS, LABEL_VALUES, OTHER, Collector, collectors
 from epp.runtime.tallies import Tallies, Tally
-from epp.scheduling.records import PREFIX_MATCH, Cause, Ended, PlannedMatch, PrefixMatch, Ticket
+from epp.scheduling.records import (
+    PREFIX_MATCH,
+    Cause,
+    Ended,
+    PlannedMatch,
+    PrefixMatch,
+    Ticket,
+    TicketId,
+)
 
 APPROXIMATE = "approx-prefix-cache-producer"
 _ENGINES_ERROR = "ModelServerError"
@@ -101,6 +109,8 @@ class Metrics:
         self._flows = Bounded()
         self._children: dict[tuple[str, ...], _Children] = {}
         self._known: dict[_Raw, _Children] = {}
+        # A request ends in the series it began in, though `pin` names its model in between.
+        self._placed: dict[TicketId, _Children] = {}
         self._attempts: dict[Address, dict[str, Counter]] = {}
         self._prefix: dict[str, tuple[Tally, Tally]] = {}
         self._totals: dict[tuple[str, ...], float] = {}
@@ -178,7 +188,7 @@ class Metrics:
             self.counter("scheduler_attempts_total", "failure", values[1], "", "", "").inc()
 
     def placed(self, prepared: Prepared, ticket: Ticket) -> None:
-        of = self._of(prepared)
+        of = self._placed[ticket.id] = self._of(prepared)
         of.total.inc()
         of.running.inc()
         of.request_bytes.observe(prepared.body_bytes)
@@ -212,10 +222,10 @@ class Metrics:
 
     def first_token(self, prepared: Prepared, ticket: Ticket, now: float) -> None:
         if ticket.status < 400:
-            self._of(prepared).ttft[ticket.streaming].observe(now - prepared.received_at)
+            self._placed[ticket.id].ttft[ticket.streaming].observe(now - prepared.received_at)
 
     def ended(self, prepared: Prepared, ticket: Ticket, fact: Ended, now: float) -> None:
-        of = self._of(prepared)
+        of = self._placed.pop(ticket.id)
         of.running.dec()
         took_s = now - prepared.received_at
         if ticket.status >= 400 or fact.cause is not Cause.NATURAL:

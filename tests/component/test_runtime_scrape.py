@@ -126,6 +126,32 @@ async def test_one_connection_is_kept_and_no_compression_asked_for() -> None:
     assert seen[0][1] == "identity"
 
 
+@pytest.mark.parametrize("kept", [True, False])
+async def test_the_connection_of_an_endpoint_that_left_is_closed(
+    kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrape, "KEPT_S", 3600.0 if kept else 0.3)
+    connections: set[asyncio.Transport] = set()
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        assert isinstance(request.transport, asyncio.Transport)
+        connections.add(request.transport)
+        return web.Response(body=PAGE)
+
+    async with engine(handler) as left, engine() as stays:
+        store = store_of(left, stays)
+        async with scraping(store) as scraper:
+            await until(lambda: len(connections) == 1 and store.view.present.sum() == 2)
+            store.sync(pool(stays), time.monotonic())
+            (connection,) = connections
+            before = scraper.scrapes
+            if kept:
+                await until(lambda: scraper.scrapes >= before + 20)
+                assert not connection.is_closing()
+            else:
+                await until(connection.is_closing)
+
+
 async def test_a_refusing_endpoint_leaves_and_comes_back() -> None:
     errors: list[str] = []
     gone = unused_port()

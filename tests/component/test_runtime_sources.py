@@ -111,20 +111,39 @@ async def test_load_and_models_come_from_one_server() -> None:
     }
 
 
+class Overheard(PoolStore):
+    """Remembers who was blamed for a failed scrape, and how often it was told that scrapes come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blamed: set[int] = set()
+        self.intervals_s: set[float] = set()
+
+    def failed(self, slot: int, *, refused: bool, now: float) -> None:
+        self.blamed.add(slot)
+        super().failed(slot, refused=refused, now=now)
+
+    def refresh(self, now: float, interval_s: float) -> None:
+        self.intervals_s.add(interval_s)
+        super().refresh(now, interval_s)
+
+
 async def test_only_load_decides_who_can_be_reached() -> None:
     errors: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as unused:
         closed = unused.getsockname()[1]
-    elsewhere = SourceUse(MetricsSourceSpec(port=closed), (MetricsExtractorSpec(),))
+    elsewhere = SourceUse(MetricsSourceSpec(port=closed, interval_s=0.06), (MetricsExtractorSpec(),))
     async with (
         serving({"/metrics": PAGE, "/v1/models": 500}) as (first, _),
         serving({"/metrics": PAGE}) as other,
     ):
-        store = store_of(first, other[0])
+        store = Overheard()
+        store.sync([member for _, member in store_of(first, other[0]).roster], time.monotonic())
         async with scraping(store, LOAD, MODELS, elsewhere, on_error=errors.append) as scraper:
             await until(lambda: scraper.counts.poll_errors["models-data-source"] >= 8)
             await until(lambda: scraper.counts.poll_errors["metrics-data-source"] >= 8)
             assert candidates(store) == [0, 1]
+            assert (store.blamed, store.intervals_s) == (set(), {0.05})
             assert not store.view.stale.any()
             assert scraper.errors == sum(scraper.counts.poll_errors.values())
     assert f"models of engine-{first} at http://127.0.0.1:{first}/v1/models: HTTP status 500" in errors
@@ -324,7 +343,7 @@ async def test_both_sides_show_certificates(authority: Authority) -> None:
         for verified in (False, True):
             present = (store := store_of(port)).view.present
             async with scraping(store, https(insecure_skip_verify=not verified, **good)):
-                await until(present.any)
+                await until(lambda present=present: bool(present.any()))  # type: ignore[misc]
         for fields in ({}, {"insecure_skip_verify": False, **good, "ca_cert_path": None}):
             async with scraping(store_of(port), https(**fields)) as scraper:
                 await until(lambda: scraper.errors >= 1)
@@ -359,6 +378,15 @@ def test_files_are_not_read_where_they_do_not_count() -> None:
         ClientTls(MetricsSourceSpec("http", ca_cert_path="/none", client_cert_path="/none")).context is True
     )
     ClientTls(MetricsSourceSpec("https", ca_cert_path="/none"))
+
+
+def test_trouble_with_files_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    poller = Scraper(PoolStore(), (LOAD,), on_error=said.append)._pollers[0]
+    for complaint in ("bad", "bad", "worse", None, "worse", "worse"):
+        monkeypatch.setattr(poller._tls, "follow", lambda complaint=complaint: complaint)
+        poller._follow_files()
+    assert [line.partition(";")[0] for line in said] == ["bad", "worse", "worse"]
 
 
 def test_changed_files_are_followed_and_bad_ones_are_not(authority: Authority, tmp_path: Path) -> None:

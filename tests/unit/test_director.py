@@ -341,7 +341,7 @@ def test_a_fault_in_the_recorder_comes_before_the_charge() -> None:
     assert (bench.ledger.total_requests, bench.director.in_flight) == (0, 0)
 
 
-@pytest.mark.parametrize(("status", "candidate"), [(200, True), (404, True), (502, False), (504, False)])
+@pytest.mark.parametrize(("status", "candidate"), [(200, True), (499, True), (500, False), (504, False)])
 def test_only_an_answer_of_the_engine_is_a_sign_of_its_life(status: int, candidate: bool) -> None:
     """5xx may be the proxy's own words about an endpoint that it cannot reach."""
     bench = Bench()

@@ -72,6 +72,18 @@ def test_a_new_label_or_name_keeps_slot_and_facts() -> None:
     assert diary.lines == [("joined", 0), ("joined", 1)]
 
 
+@pytest.mark.parametrize("place", [{"address": "10.9.9.9"}, {"port": 8001}])
+def test_another_address_or_port_is_another_life(place: dict[str, object]) -> None:
+    diary = Diary()
+    store = PoolStore(members=[diary])
+    store.sync([endpoint(0)], 0.0)
+    store.sampled(0, FULL, 0.0)
+    change = store.sync([endpoint(0, **place)], 1.0)
+    assert (change.joined, change.left) == ((endpoint(0, **place),), (endpoint(0),))
+    assert diary.lines == [("joined", 0), ("left", 0), ("joined", 0)]
+    assert not store.view.present[0]
+
+
 def test_nothing_new_changes_nothing() -> None:
     store = PoolStore()
     assert store.sync([endpoint(0)], 0.0)

@@ -10,6 +10,7 @@ import pytest
 
 from epp import names
 from epp.director import TIMED_EVERY
+from epp.kvcache.embeddings import EmbeddingsCacheProducer, EmbeddingsCounters
 from epp.payload.records import RawRequest
 from epp.pool.metrics_page import EngineSample
 from epp.pool.records import Load, Mask, PoolView
@@ -179,6 +180,41 @@ objectives: [{{name: batch, priority: -1}}]
     }
 
 
+def test_endpoints_of_one_name_are_one_series_and_ports_tell_attempts_apart() -> None:
+    app = runtime.picker(0)
+    twins = [
+        msgspec.structs.replace(runtime.endpoint(number), name="pod", namespace=namespace, port=port)
+        for number, namespace, port in ((1, "one", 8000), (2, "two", 8001))
+    ]
+    app.set_endpoints(twins)
+    for slot, _ in app.store.roster:
+        app.store.sampled(slot, EngineSample(waiting=3.0), 0.0)
+    held = [place(app, runtime.chat(str(number) * 400)) for number in range(8)]
+    assert {placement.serving.endpoints[0].port for placement in held} == {8000, 8001}
+    for _ in range(2):
+        app.renew_gauges()
+        assert runtime.sample(app, "per_endpoint_queue_size", model_server_endpoint="pod") == 6
+        assert runtime.sample(app, "scheduler_attempts_total", endpoint_name="pod") == 8
+    kept, gone = twins
+    app.set_endpoints([kept])
+    for placement in held:
+        end(app, placement)
+    app.store.refresh(10.0, 0.2)
+    app.renew_gauges()
+    assert runtime.sample(app, "scheduler_attempts_total", port=str(kept.port)) > 0
+    assert runtime.sample(app, "scheduler_attempts_total", port=str(gone.port)) == 0
+
+
+def test_flows_in_loads_are_bounded_as_elsewhere() -> None:
+    app = runtime.picker(1, config=f"{HEAD}plugins: [{{type: {COUNTED}}}, {{type: active-request-scorer}}]\n")
+    app.metrics._flows.limit = 1
+    for flow in ("a", "b", "c"):
+        place(app, runtime.chat(), x_llm_d_inference_fairness_id=flow)
+    app.renew_gauges()
+    for flow, count in (("a", 1), ("other", 2), ("b", 0)):
+        assert runtime.sample(app, "inflight_requests", producer_name=COUNTED, fairness_id=flow) == count
+
+
 # -- media ------------------------------------------------------------------------------------------
 
 
@@ -206,6 +242,32 @@ def test_media_look_ups_by_kind_and_endpoint() -> None:
     assert runtime.sample(app, "encoder_cache_queries_total") == 4
 
 
+def test_media_of_a_recreated_pod_go_on_in_its_series() -> None:
+    app = runtime.picker(0, config=f"{HEAD}plugins: [{{name: media, type: {MEDIA}}}]\n")
+    app.set_endpoints([runtime.endpoint(1, "old")])
+    end(app, place(app, picture(1)))
+    held = place(app, picture(1))
+    app.set_endpoints([runtime.endpoint(1, "new")])
+    end(app, place(app, picture(2)))
+    end(app, place(app, picture(2)))
+    app.renew_gauges()
+    assert runtime.sample(app, "encoder_cache_hits_total", pod="default/pod-1") == 2
+    end(app, held)
+
+
+def test_look_ups_of_a_plugin_that_took_anothers_place_are_added() -> None:
+    app = runtime.picker(1, config=f"{HEAD}plugins: [{{name: media, type: {MEDIA}}}]\n")
+    producer = app.assembly.named["media"]
+    assert isinstance(producer, EmbeddingsCacheProducer)
+    for look_ups, seen in ((3, 3), (1, 4), (4, 8)):
+        producer.counters = EmbeddingsCounters()
+        for _ in range(look_ups):
+            end(app, place(app, picture(1)))
+        for _ in range(2):
+            app.renew_gauges()
+            assert runtime.sample(app, "encoder_cache_hit_ratio_count", plugin_name="media") == seen
+
+
 # -- counts kept elsewhere --------------------------------------------------------------------------
 
 
@@ -229,6 +291,15 @@ def test_a_count_that_began_anew_goes_on_from_there() -> None:
         metrics.registry.get_sample_value("llm_d_epp_datalayer_poll_errors_total", {"source_type": "s"})
         == 5 + 4
     )
+
+
+def test_a_series_that_ended_comes_back_with_its_own_count() -> None:
+    app = runtime.picker()
+    hits: tuple[str, ...] = ("type", "name", "default/pod-0", "image")
+    for told in ({hits: 10.0}, {}, {hits: 12.0}, {hits: 13.0}, {}):
+        app.metrics.totals("encoder_cache_hits_total", told)
+        assert runtime.sample(app, "encoder_cache_hits_total") == told.get(hits, 0)
+    assert app.metrics._totals == {}
 
 
 def test_a_detector_hears_of_candidates_only() -> None:

@@ -2,9 +2,11 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,7 +24,17 @@ from epp.runtime.metrics import Bounded, Metrics
 from epp.runtime.metrics_table import LABEL_SETS, TABLE, reference
 from epp.runtime.stream import Stream
 from epp.scheduling.inflight import InflightLoadProducer
-from epp.scheduling.records import AnswerHeaders, Cause, Ended, FirstToken, Gaps, Placement
+from epp.scheduling.records import (
+    PREFIX_MATCH,
+    AnswerHeaders,
+    Cause,
+    Ended,
+    FactKey,
+    FirstToken,
+    Gaps,
+    Placement,
+    PlannedMatch,
+)
 from tests.data.runtime import picker as runtime
 
 MODEL = ("model_name", "target_model_name", "fairness_id", "priority")
@@ -113,6 +125,39 @@ BUCKETS = {
 }
 
 
+# fmt: off
+EVERY_BUCKET: dict[str, tuple[float, ...]] = {
+    "request_duration_seconds": (
+        0.005, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 1.25, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 45, 60,
+        120, 180, 240, 300, 360, 480, 600, 900, 1200, 1800, 2700, 3600,
+    ),
+    "request_ttft_seconds": (
+        0.005, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 1.25, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 45, 60,
+        120,
+    ),
+    "request_streaming_tpot_seconds": (
+        0.0005, 0.00205, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8,
+        1, 2,
+    ),
+    "request_streaming_itl_seconds": (
+        0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2,
+    ),
+    "request_ntpot_seconds": (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
+    "scheduler_e2e_duration_seconds": (
+        0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1,
+    ),
+    "request_processing_duration_seconds": (
+        0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
+    ),
+    "request_output_tokens": (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+    "prefix_indexer_hit_bytes": (
+        0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536,
+    ),
+    "prefix_indexer_hit_ratio": (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1),
+}
+# fmt: on
+
+
 def test_names_types_and_labels_are_the_fields() -> None:
     ours = {row.name: (row.kind, row.labels) for row in TABLE}
     assert {name: row for name, row in ours.items() if name not in OURS} == FIELD
@@ -127,6 +172,8 @@ def test_buckets_are_the_fields_without_its_slips() -> None:
         if row.kind == "histogram"
     }
     assert found == BUCKETS
+    lists = {row.name: row.buckets for row in TABLE}
+    assert {name: lists[name] for name in EVERY_BUCKET} == EVERY_BUCKET
     every = [bound for row in TABLE for bound in row.buckets]
     assert 32778 not in every
     assert all(list(row.buckets) == sorted(set(row.buckets)) for row in TABLE)
@@ -227,6 +274,26 @@ def test_a_plain_answer_has_no_time_between_tokens() -> None:
     assert run.sample("request_cached_tokens_count") == 0
 
 
+@pytest.mark.parametrize(("tokens", "per_token", "between_tokens"), [(0, 0, 0), (1, 1, 0), (2, 1, 1)])
+def test_times_per_token_need_tokens(tokens: int, per_token: int, between_tokens: int) -> None:
+    run = Run()
+    placement = run.place()
+    run.tell(placement, 0.1, AnswerHeaders(200, None, True), FirstToken())
+    run.tell(placement, 1.0, Ended(Cause.NATURAL, Usage(10, tokens, 0), 1, 100))
+    assert run.sample("request_cached_tokens_count") == 1, "none is a number"
+    assert run.sample("request_ntpot_seconds_count") == per_token
+    assert run.sample("request_streaming_tpot_seconds_count") == between_tokens
+    assert run.sample("request_output_tokens_count") == 1
+
+
+def test_a_stream_of_an_error_has_no_time_between_tokens() -> None:
+    run = Run()
+    placement = run.place()
+    run.tell(placement, 0.1, AnswerHeaders(500, None, True), FirstToken())
+    run.tell(placement, 1.0, Ended(Cause.NATURAL, None, 1, 100, Gaps((1,) * 16, 8.0)))
+    assert run.sample("request_streaming_itl_seconds_count") == 0
+
+
 def test_an_answer_without_usage_tells_no_tokens() -> None:
     run = Run()
     run.whole(end=Ended(Cause.NATURAL, None, 1, 100))
@@ -254,13 +321,13 @@ def test_an_aborted_request_is_an_error_and_no_duration(cause: Cause) -> None:
 
 def test_refusals_are_counted_by_code() -> None:
     run = Run()
-    prepared = run.prepare(runtime.chat())
+    prepared = run.prepare(runtime.chat(), x_llm_d_model_name_rewrite="t")
     metrics = run.app.metrics
     metrics.refused(prepared, NoEndpoints("none"))
     metrics.refused(None, NoEndpoints("none"))
     assert run.sample("request_error_total", error_code="ServiceUnavailable", model_name="m") == 1
     assert run.sample("request_error_total", error_code="ServiceUnavailable", model_name="") == 1
-    assert run.sample("scheduler_attempts_total", status="failure", target_model_name="m") == 1
+    assert run.sample("scheduler_attempts_total", status="failure", target_model_name="t") == 1
 
 
 def test_the_prefix_match_of_the_chosen_endpoint() -> None:
@@ -297,6 +364,15 @@ def test_facts_of_another_kind_are_no_prefix_match() -> None:
     assert run.sample("prefix_indexer_hit_ratio_count") == 1
     assert names_in(run, "prefix_indexer_hit_ratio_count", "plugin_name") == {"approx-prefix-cache-producer"}
     assert len(run.app.recorder.decisions) == 1
+
+
+def test_where_prompts_are_planned_to_go_is_no_match() -> None:
+    run = Run()
+    prepared, ticket, _ = run.app.director._tickets[run.place().ticket]
+    planned = PlannedMatch(np.ones(16, np.int64), 4, 64, 256, 0)
+    run.app.metrics.placed(prepared, replace(ticket, facts={FactKey(PREFIX_MATCH, "burst"): planned}))
+    assert run.sample("request_total") == 2
+    assert run.sample("prefix_indexer_hit_ratio_count") == 1
 
 
 EVERY_POINT = """
@@ -398,6 +474,17 @@ def test_decisions_of_rewrite_rules_are_counted_those_for_the_same_model_too() -
     assert runtime.sample(app, "model_rewrite_decisions_total") == 3
 
 
+def test_models_in_decisions_of_rules_are_bounded() -> None:
+    app = runtime.picker(config=EVERY_ROW)
+    app.metrics._models.limit = 1
+    for model in ("first", "second", "third"):
+        raw = RawRequest("r", "POST", "/v1/chat/completions", (), asked(model))
+        app.router.route(raw, lambda outcome: None)
+    for model, seen in (("first", 1), ("other", 2)):
+        labels = {"model_name": model, "target_model": "served"}
+        assert runtime.sample(app, "model_rewrite_decisions_total", **labels) == seen
+
+
 def test_models_that_rules_name_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_module, "LABEL_SETS", 5)
     run = Run(config=RULES)
@@ -406,6 +493,25 @@ def test_models_that_rules_name_keep_their_names(monkeypatch: pytest.MonkeyPatch
     run.whole(asked("n"), x_llm_d_inference_fairness_id="late")
     assert run.sample("request_total", model_name="n", target_model_name="served", fairness_id="other") == 1
     assert run.sample("request_total", model_name="other") == 15
+
+
+def test_a_request_ends_in_the_series_it_began_in() -> None:
+    """Though a rule names its model in between, and another model is named no more."""
+    run = Run()
+    run.app.metrics._models.limit = 1
+    run.app.metrics.pin({"was"})
+    run.whole(asked("first"))
+    began = [run.place(asked("was")), run.place(asked("will"))]
+    run.app.metrics.pin({"will"})
+    later = run.place(asked("will"))
+    running = {"other": 1.0, "was": 1.0, "will": 1.0, "first": 0.0}
+    assert {each: run.sample("request_running", model_name=each) for each in running} == running
+    run.tell(began[1], 0.5, FirstToken())
+    assert run.sample("request_ttft_seconds_count", model_name="other") == 1
+    for placement in (*began, later):
+        run.tell(placement, 1.0, Ended(Cause.NATURAL, None, 1, 1))
+    assert {series.value for series in series_of(run.app.metrics, "request_running")} == {0.0}
+    assert run.app.metrics._placed == {}
 
 
 @pytest.mark.parametrize("fault", ["unpinned", "limit ignored", "pinned counted"])
@@ -493,6 +599,7 @@ def test_a_hundred_thousand_names_make_no_more_series_than_the_limit() -> None:
             error,
         )
     assert len(series_of(metrics, "request_error_total")) <= LABEL_SETS + 1
+    assert len(metrics._known) == LABEL_SETS, "what clients call things fills no memory"
     assert (
         metrics.registry.get_sample_value(
             "llm_d_epp_request_error_total",

@@ -15,6 +15,7 @@ from epp.runtime.app import App
 from epp.runtime.options import Options
 from epp.runtime.reload import PluginMembers, Policies
 from epp.scheduling.records import Cause, Ended, Placement
+from epp.scheduling.scorers import KvCacheUtilizationScorer
 from tests.data.runtime import picker as runtime
 from tests.data.runtime import reloading
 from tests.data.runtime.reloading import load, witness
@@ -127,6 +128,12 @@ def test_a_plugin_of_another_type_under_the_same_name_starts_anew() -> None:
     assert app.assembly.named["x"] is not before
     app.use(load("plugins: [{name: x, type: witness}]"))
     assert app.assembly.named["x"] is not before
+
+
+def test_types_without_parameters_do_not_go_on_as_each_other() -> None:
+    app = picker("plugins: [{name: x, type: queue-scorer}]")
+    app.use(load("plugins: [{name: x, type: kv-cache-utilization-scorer}]"))
+    assert isinstance(app.assembly.named["x"], KvCacheUtilizationScorer)
 
 
 def test_new_plugins_hear_of_the_present_endpoints_once() -> None:

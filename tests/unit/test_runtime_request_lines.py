@@ -1,14 +1,17 @@
 """One log line a request, whatever becomes of it; none where nobody asked for them."""
 
 import logging
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from epp.errors import NeedFailed
 from epp.payload.records import RawRequest, Usage
-from epp.runtime import logs
+from epp.payload.render import RenderNeed
+from epp.runtime import logs, recorder
 from epp.runtime.app import App
-from epp.scheduling.records import AnswerHeaders, Cause, Ended, FirstToken
+from epp.scheduling.records import AnswerHeaders, Cause, Ended, FirstToken, Placement
 from tests.data.runtime import picker as runtime
 
 CONFIG = """
@@ -29,6 +32,9 @@ ASKED = {
     "objective": "batch",
     "priority": -10,
 }
+
+
+CHAT = RawRequest("r-1", "POST", "/v1/chat/completions", (), runtime.chat())
 
 
 def route(app: App, body: bytes) -> Any:
@@ -121,3 +127,27 @@ async def test_without_asking_there_are_no_lines(caplog: pytest.LogCaptureFixtur
     whole_request(app)
     route(app, b"{")
     assert told(caplog) == []
+
+
+def test_what_happens_again_and_again_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a peer that names another address each time fills neither the log nor memory."""
+    monkeypatch.setattr(recorder, "LOGGED", 5)
+    app = runtime.picker(1)
+    ticket = app.director.submit(app.director.prepare(CHAT, 0.0), 0.0)
+    assert isinstance(ticket, Placement)
+    for number in range(20):
+        for _ in range(2):
+            app.director.observe(ticket.ticket, AnswerHeaders(200, f"192.0.2.{number}:1", False), 0.0)
+        app.recorder.plugin_failed(app, KeyError(number))
+        app.recorder.need_failed(RenderNeed("http://render", b"{}", 5.0), NeedFailed("late", str(number)))
+    app.recorder.plugin_failed(app, ValueError("another kind"))
+    said = Counter(record.getMessage().split(";")[0] for record in caplog.records)
+    assert said == {
+        "an answer came from outside the pool": 5,
+        "a plugin failed": 2,
+        "a request is placed without what it needed to know": 1,
+    }
+    assert runtime.sample(app, "served_elsewhere_total", where="outside") == 40
+    assert runtime.sample(app, "plugin_failures_total") == 21

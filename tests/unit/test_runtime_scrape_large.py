@@ -84,3 +84,53 @@ def test_a_change_costs_what_it_changes(monkeypatch: pytest.MonkeyPatch) -> None
     assert urls.pop("uid-4") == "http://10.0.0.4:8000/prometheus/metrics"
     assert urls == {each.uid: f"http://{each.address}:8000/metrics" for each in members if each.uid in urls}
     assert len(urls) == 1000
+
+
+def test_trouble_with_many_is_said_of_each_in_turn_and_again_after_a_while() -> None:
+    now, said = [0.0], list[str]()
+    store = PoolStore()
+    scraper = Scraper(store, clock=lambda: now[0], on_error=said.append)
+    store.sync(endpoints(25), 0.0)
+    poller = scraper._pollers[0]
+    poller._follow_roster()
+
+    def named(at_s: float) -> list[int]:
+        """Whom a line names when all are refused at this time."""
+        now[0] = at_s
+        said.clear()
+        for target in poller._targets.values():
+            poller._failed(target, "refused", "connection refused", refused=True)
+        assert len(said) <= scrape.MOST_COMPLAINTS
+        more = [line.endswith("the same of others is not said for a while") for line in said]
+        assert not any(more[:-1])
+        assert more[-1:] in ([], [len(said) == scrape.MOST_COMPLAINTS])
+        return [int(line.split("pod-")[1].split(" ")[0]) for line in said]
+
+    assert named(0.0) == [*range(10)]
+    assert named(1.0) == named(29.0) == []
+    assert named(31.0) == [*range(10, 20)]
+    assert named(62.0) == [*range(20, 25)]
+    # Every 75 s now, so that each comes before one comes again.
+    assert named(74.0) == []
+    assert named(100.0) == [*range(10)]
+    store.sync(endpoints(1), 100.0)
+    poller._follow_roster()
+    assert named(129.0) == []
+    assert named(131.0) == [0]
+
+
+def test_another_trouble_is_said_at_once() -> None:
+    now, said = [0.0], list[str]()
+    store = PoolStore()
+    scraper = Scraper(store, clock=lambda: now[0], on_error=said.append)
+    store.sync(endpoints(1), 0.0)
+    poller = scraper._pollers[0]
+    poller._follow_roster()
+    (target,) = poller._targets.values()
+    for kind in ("refused", "refused", "timeout", "timeout", "refused"):
+        poller._failed(target, kind, kind)
+    assert [line.rpartition(": ")[2] for line in said] == ["refused", "timeout", "refused"]
+    said.clear()
+    for at_s, remark in ((0, "odd"), (1, "odd"), (2, ""), (3, "odd"), (4, "odder"), (35, ""), (36, "odder")):
+        poller._remark(target, remark, float(at_s))
+    assert [line.rpartition(": ")[2] for line in said] == ["odd", "odder", "odder"]
