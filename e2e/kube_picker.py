@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -81,10 +80,6 @@ class ClusterPicker(Picker):
         folder.mkdir(parents=True, exist_ok=True)
         reached = () if as_in_pod else (f"--kubeconfig={access.kubeconfig()}",)
         super().__init__(folder, (), name=name, tls=tls, config=config, flags=(*FLAGS, *reached, *flags))
-        # Free ports are free for all until they are opened: who makes several pickers and then starts them
-        # would now and then give two of them the same.
-        ports = (self.grpc_port, self.health_port, self.metrics_port, self.admin_port)
-        self._held = [socket.create_server((HOST, port)) for port in ports]
         variables = dict(environment or {})
         command = list(self.child.command)
         if as_in_pod:
@@ -109,8 +104,6 @@ class ClusterPicker(Picker):
         fresh.replace(self.config_file)
 
     async def start(self, timeout_s: float = START_S) -> None:
-        while self._held:
-            self._held.pop().close()
         await super().start(timeout_s)
 
     async def start_serving(self) -> None:

@@ -22,9 +22,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Processes that run tests beside each other take their ports from ranges of their own."""
     worker = getattr(config, "workerinput", None)
     if worker is not None:
-        share = len(stack.PORTS) // worker["workercount"]
+        numbers = stack.PORTS.numbers
+        share = len(numbers) // worker["workercount"]
         begin = share * int(worker["workerid"].removeprefix("gw"))
-        stack.PORTS = stack.PORTS[begin : begin + share]
+        stack.PORTS = stack.Ports(numbers[begin : begin + share])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

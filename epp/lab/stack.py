@@ -25,7 +25,6 @@ from epp.lab.workload import Fleet
 
 HOST = "127.0.0.1"
 _POLL_S = 0.05
-PORTS = range(20_000, 32_000)
 _YIELD = 10
 _ENGINES_READY_S = 30.0
 
@@ -34,20 +33,37 @@ class StackError(WarmrouteError):
     """A child process did not come up; the message ends with its last output."""
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now, all different.
+class Ports:
+    """Hands out ports nobody listens on, from its own range and none twice before all have had their turn.
 
     Not from the range that the system gives to connections: until a child has opened its port, any
     connection on this machine could get one of those.
     """
-    found: set[int] = set()
-    while len(found) < count:
-        port = PORTS[randbelow(len(PORTS))]
-        with socket.socket() as probe, suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((HOST, port))
-            found.add(port)
-    return list(found)
+
+    def __init__(self, numbers: range) -> None:
+        self.numbers = numbers
+        self._next = randbelow(len(numbers))
+
+    def take(self, count: int) -> list[int]:
+        """So many, all different."""
+        found: list[int] = []
+        while len(found) < count:
+            port = self.numbers[self._next]
+            self._next = (self._next + 1) % len(self.numbers)
+            with socket.socket() as probe, suppress(OSError):
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((HOST, port))
+                found.append(port)
+        return found
+
+
+PORTS = Ports(range(20_000, 32_000))
+"""The one of this process: two would give out the same port before a child has opened it."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports for children of this process."""
+    return PORTS.take(count)
 
 
 class Child:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from epp.lab.stack import HOST, Gateway, LabEngines, Picker, StackError, free_ports
+from epp.lab.stack import HOST, Gateway, LabEngines, Picker, Ports, StackError
 from epp.lab.workload import Fleet
 
 FLEET = Fleet(
@@ -19,15 +19,13 @@ FLEET = Fleet(
 )
 
 
-def test_ports_are_free_and_different() -> None:
-    ports = free_ports(50)
-    assert len(set(ports)) == 50
-    sockets = [socket.create_server((HOST, port)) for port in ports]
-    try:
-        assert not set(free_ports(200)) & set(ports)
-    finally:
-        for each in sockets:
-            each.close()
+def test_ports_are_free_and_not_given_twice_before_their_turn() -> None:
+    ports = Ports(range(32_000, 32_100))
+    taken = ports.take(1)[0]
+    with socket.create_server((HOST, taken)):
+        found = [*ports.take(40), *ports.take(50)]
+        assert len({*found, taken}) == 91
+        assert taken not in ports.take(90), "all have had their turn by now"
 
 
 async def test_engines_come_up_and_end(tmp_path: Path) -> None:
