@@ -27,7 +27,6 @@ NOT_YET: Final[tuple[KnownType, ...]] = (
     *handlers.LATER,
     *producers.LATER,
     *data.LATER,
-    *parsers.LATER,
     *flow.LATER,
     *hooks.LATER,
 )

@@ -10,11 +10,12 @@ import msgspec
 
 from epp import names
 from epp.errors import BadRequest
-from epp.payload import anthropic, generate, grpc, openai
+from epp.payload import anthropic, generate, grpc, openai, vertex
 from epp.payload.body import Span
 from epp.payload.estimate import Estimate
 from epp.payload.media import Media
 from epp.payload.records import Api, InferenceRequest
+from epp.payload.vertex import Envelope
 
 Reader = Callable[[Api, bytes, Media], tuple[InferenceRequest, Span | None]]
 """Reads an inflated body of the API; raises BadRequest. The span is that of the model's JSON value."""
@@ -33,11 +34,13 @@ class Dialect(msgspec.Struct, frozen=True):
     """What sets an API apart.
 
     Attributes:
-        suffixes: ends of the paths it is served at, from a segment's start.
+        suffixes: ends of the paths it is served at, from a segment's start; those of a gRPC service
+            that is named without its package also behind one.
         whole_path: a suffix must be all of the path.
         read: None = the body is not looked at.
         needs_model: a request without a model, and without one from elsewhere, is refused.
         rewrites_model: another model can be put into the body.
+        envelope: what the body to be read is carried in; None: it comes as it is.
     """
 
     api: Api
@@ -47,6 +50,7 @@ class Dialect(msgspec.Struct, frozen=True):
     whole_path: bool = False
     needs_model: bool = True
     rewrites_model: bool = True
+    envelope: Envelope | None = None
 
 
 def _grpc_generate(_: Api, plain: bytes, __: Media) -> tuple[InferenceRequest, Span | None]:
@@ -103,6 +107,16 @@ _TABLE: Final = (
         needs_model=False,
         rewrites_model=False,
     ),
+    *(
+        # Errors have OpenAI's shape, as what is carried has. An endpoint of Vertex is of one model, so that
+        # its clients need not name it.
+        Dialect(api, (f"{vertex.SERVICE}/{method}",), read, needs_model=False, envelope=Envelope(method))
+        for api, method, read in (
+            (Api.VERTEX_CHAT_COMPLETIONS, "ChatCompletions", openai.read_chat),
+            (Api.VERTEX_STREAM_RAW_PREDICT, "StreamRawPredict", openai.read_responses),
+            (Api.VERTEX_RAW_PREDICT, "RawPredict", openai.read_responses),
+        )
+    ),
     Dialect(Api.PASSTHROUGH, (), None, needs_model=False, rewrites_model=False),
 )
 
@@ -141,6 +155,7 @@ PARSERS: Final[Mapping[str, ParserType]] = MappingProxyType(
         "vllmgrpc-parser": ParserType(
             (Api.VLLM_GRPC_GENERATE, Api.VLLM_GRPC_EMBED), _VLLM_SERVICE, (names.H2C_PROTOCOL,)
         ),
+        "vertexai-parser": ParserType(tuple(vertex.CARRIED), vertex.SERVICE, (names.H2C_PROTOCOL,)),
         "passthrough-parser": ParserType((Api.PASSTHROUGH,)),
     }
 )
@@ -148,6 +163,7 @@ PARSERS: Final[Mapping[str, ParserType]] = MappingProxyType(
 DEFAULT_PARSER_TYPES: Final = ("openai-parser", "anthropic-parser", "vllmhttp-parser", "passthrough-parser")
 
 _SHOWN_CHARACTERS = 200
+_USUAL_STARTS: Final = ("/", "/v1/", *(f"/{package}." for package in vertex.PACKAGES))
 
 
 class ParserSet:
@@ -173,7 +189,7 @@ class ParserSet:
         self._services = frozenset(parser.service for parser in parsers if parser.service)
         self._rest = PASSTHROUGH if "passthrough-parser" in self.types else None
         self._deepest = max((suffix.count("/") + 1 for suffix in self._by_suffix), default=0)
-        usual = (f"{start}{suffix}" for suffix, _ in known for start in ("/", "/v1/"))
+        usual = (f"{start}{suffix}" for suffix, _ in known for start in _USUAL_STARTS)
         self._by_path = {path: found for path in usual if (found := self._find(path)) is not None}
 
     def __reduce__(self) -> tuple[type["ParserSet"], tuple[tuple[str, ...], Estimate]]:
@@ -211,7 +227,14 @@ class ParserSet:
         for count in range(self._deepest, 0, -1):
             if (found := self._by_suffix.get("/".join(segments[-count:]))) is not None:
                 return found
-        return PASSTHROUGH if self._services.intersection(segments[-2:-1]) else self._rest
+        return self._of_service(*segments[-2:]) if len(segments) > 1 else self._rest
+
+    def _of_service(self, qualified: str, method: str) -> Dialect | None:
+        """Of what may be a method of a gRPC service: ours are known with their package, or in any."""
+        service = qualified.rpartition(".")[2]
+        if self._services.isdisjoint((qualified, service)):
+            return self._rest
+        return self._by_suffix.get(f"{service}/{method}", PASSTHROUGH)
 
     def _served(self) -> str:
         listed = sorted([*self._by_suffix, *(f"/{path}" for path in self._whole)])

@@ -3,20 +3,16 @@
 They name no model. Other methods of the service are not read.
 """
 
-from typing import Final
-
 import numpy as np
 import numpy.typing as npt
 import xxhash
 from google.protobuf.message import DecodeError
 
 from epp.errors import BadRequest
+from epp.payload.framed import request_message
 from epp.payload.media import MOST_MEDIA
 from epp.payload.records import Api, InferenceRequest, Medium
 from epp.wire.vllm_engine_pb2 import EmbedRequest, GenerateRequest, MultimodalInputs, TokenizedInput
-
-FRAME_HEADER_BYTES: Final = 5
-"""A byte that says whether the message is compressed, and its length in four, big-endian."""
 
 _MORE = 0x80
 _LONGEST_VARINT = 10
@@ -29,7 +25,7 @@ def read_generate(body: bytes) -> InferenceRequest:
         BadRequest: the body is no frame of that message, is compressed, or has neither input.
     """
     try:
-        asked = GenerateRequest.FromString(_message(body, "Generate"))
+        asked = GenerateRequest.FromString(request_message(body, "Generate"))
     except DecodeError:
         raise BadRequest("invalid Generate request: not a vllm.grpc.engine.GenerateRequest") from None
     media: tuple[Medium, ...] = ()
@@ -61,35 +57,13 @@ def read_embed(body: bytes) -> InferenceRequest:
         BadRequest: the body is no frame of that message, is compressed, or has no `tokenized` input.
     """
     try:
-        asked = EmbedRequest.FromString(_message(body, "Embed"))
+        asked = EmbedRequest.FromString(request_message(body, "Embed"))
     except DecodeError:
         raise BadRequest("invalid Embed request: not a vllm.grpc.engine.EmbedRequest") from None
     if not asked.HasField("tokenized"):
         raise BadRequest("invalid Embed request: must have `tokenized` input", "tokenized")
     ids = _token_ids(asked.tokenized, "Embed")
     return InferenceRequest(api=Api.VLLM_GRPC_EMBED, prompts=(ids.tobytes(),), prompt_tokens=len(ids))
-
-
-def _message(body: bytes, method: str) -> bytes:
-    """The first message of the body. What follows it is the engine's to judge."""
-    if len(body) < FRAME_HEADER_BYTES:
-        raise BadRequest(
-            f"invalid {method} request: a gRPC message begins with a header of {FRAME_HEADER_BYTES} bytes, "
-            f"the body has {len(body)}"
-        )
-    if body[0]:
-        raise BadRequest(
-            f"invalid {method} request: its compressed flag is {body[0]}, and compressed gRPC messages are "
-            "not supported; send it with grpc-encoding identity",
-            "grpc-encoding",
-        )
-    end = FRAME_HEADER_BYTES + int.from_bytes(body[1:FRAME_HEADER_BYTES])
-    if len(body) < end:
-        raise BadRequest(
-            f"invalid {method} request: its header announces {end - FRAME_HEADER_BYTES} bytes, "
-            f"{len(body) - FRAME_HEADER_BYTES} came"
-        )
-    return body[FRAME_HEADER_BYTES:end]
 
 
 def _token_ids(tokenized: TokenizedInput, method: str) -> npt.NDArray[np.uint32]:

@@ -9,6 +9,8 @@ from epp.payload.grpc_answer import GrpcAnswerReader
 from epp.payload.kept import Account
 from epp.payload.records import Api
 from epp.payload.shapes import SHAPES
+from epp.payload.vertex import CARRIED
+from epp.payload.vertex_answer import VertexAnswerReader
 
 Maker = Callable[[Api, str, str, bool, Account | None], Answer]
 """Makes a reader of: API, the client's model name, the engine's, whether a stream was asked for, account."""
@@ -22,11 +24,16 @@ def _grpc(api: Api, model: str, target_model: str, stream: bool, account: Accoun
     return GrpcAnswerReader(api, stream, account)
 
 
+def _vertex(api: Api, model: str, target_model: str, stream: bool, account: Account | None) -> Answer:
+    return VertexAnswerReader(api, model, target_model, stream, account)
+
+
 READERS: Final[Mapping[Api, Maker]] = MappingProxyType(
     {
         **dict.fromkeys(SHAPES, _http),
         Api.VLLM_GRPC_GENERATE: _grpc,
         Api.VLLM_GRPC_EMBED: _grpc,
+        **dict.fromkeys(CARRIED, _vertex),
     }
 )
 

@@ -23,6 +23,9 @@ class Api(StrEnum):
     SGLANG_GENERATE = "sglang-generate"
     VLLM_GRPC_GENERATE = "vllm-grpc-generate"
     VLLM_GRPC_EMBED = "vllm-grpc-embed"
+    VERTEX_CHAT_COMPLETIONS = "vertex-chat-completions"
+    VERTEX_STREAM_RAW_PREDICT = "vertex-stream-raw-predict"
+    VERTEX_RAW_PREDICT = "vertex-raw-predict"
     PASSTHROUGH = "passthrough"
 
 

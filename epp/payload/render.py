@@ -19,7 +19,7 @@ from epp.payload.generate import rendered_prompt
 from epp.payload.identity import PROMPTS_TOLD_APART
 from epp.payload.media import Media
 from epp.payload.records import Api, InferenceRequest
-from epp.payload.request import Parsed, rewrite_model
+from epp.payload.request import Parsed, renamed
 
 # Requests that are to be rendered only, or are in tokens already, are not rendered for the choice.
 PATHS: Final[Mapping[Api, str]] = MappingProxyType(
@@ -28,6 +28,9 @@ PATHS: Final[Mapping[Api, str]] = MappingProxyType(
         Api.COMPLETIONS: "/v1/completions/render",
         Api.RESPONSES: "/v1/responses/render",
         Api.MESSAGES: "/v1/messages/render",
+        Api.VERTEX_CHAT_COMPLETIONS: "/v1/chat/completions/render",
+        Api.VERTEX_STREAM_RAW_PREDICT: "/v1/responses/render",
+        Api.VERTEX_RAW_PREDICT: "/v1/responses/render",
     }
 )
 
@@ -70,7 +73,7 @@ class ExactTokens:
         if path is None or not 0 < len(request.prompts) <= PROMPTS_TOLD_APART:
             return None
         timeout_s = self.media_timeout_s if request.media else self.timeout_s
-        return RenderNeed(self.url + path, rewrite_model(parsed, self.model).body, timeout_s)
+        return RenderNeed(self.url + path, renamed(parsed, self.model), timeout_s)
 
 
 def with_tokens(request: InferenceRequest, answer: bytes) -> InferenceRequest:

@@ -18,7 +18,7 @@ class Parsed(msgspec.Struct, frozen=True):
     Attributes:
         request: `target_model` equals `model`.
         body: as received.
-        plain: the body inflated; the same object where it is not compressed.
+        plain: the body inflated, or what it carries; the same object where it is neither.
         model_span: first byte and end in `plain` of the model's JSON value (a string with its quotes, or
             null); None where the body has no model or is not read.
     """
@@ -54,20 +54,36 @@ def parse_request(raw: RawRequest, *, max_bytes: int, parsers: ParserSet = DEFAU
         return Parsed(InferenceRequest(dialect.api), body, body, None)
     plain = body
     if dialect.read is not None and (applied := encodings(raw.headers)):
-        if applied not in (("gzip",), ("deflate",)):
+        # What has an envelope is gRPC's, which compresses messages and no bodies.
+        if dialect.envelope is not None or applied not in (("gzip",), ("deflate",)):
             dialect = PASSTHROUGH
         elif plain:
             plain = inflate(plain, applied[0], max_bytes)
     if dialect.read is None:
         return Parsed(InferenceRequest(dialect.api), body, plain, None)
+    if dialect.envelope is not None:
+        plain = dialect.envelope.opened(body)
     request, model_span = dialect.read(dialect.api, plain, Media(raw.headers, parsers.estimate))
     return Parsed(request, body, plain, model_span)
 
 
 def rewrite_model(parsed: Parsed, target: str) -> Rewritten:
-    """The body with `target` as its model, every other byte as it was; all of it where the API has none."""
-    if not DIALECTS[parsed.request.api].rewrites_model:
+    """The body with `target` as its model, every other byte as it was; all of it where the API has none.
+
+    What carries the JSON of an API is written anew: its other fields stay, their order on the wire may not.
+    """
+    dialect = DIALECTS[parsed.request.api]
+    if not dialect.rewrites_model:
         return Rewritten(parsed.body, ())
+    plain = renamed(parsed, target)
+    if dialect.envelope is not None:
+        return Rewritten(dialect.envelope.refilled(parsed.body, plain), ())
+    inflated = parsed.plain is not parsed.body
+    return Rewritten(plain, ("content-encoding",) if inflated else ())
+
+
+def renamed(parsed: Parsed, target: str) -> bytes:
+    """`plain` of an API whose model can be rewritten, with `target` as its model."""
     name = json.dumps(target).encode()
     plain = parsed.plain
     if parsed.model_span is None:
@@ -75,5 +91,4 @@ def rewrite_model(parsed: Parsed, target: str) -> Rewritten:
         name = b'"model":' + name + (b"" if plain[end:].lstrip().startswith(b"}") else b",")
     else:
         start, end = parsed.model_span
-    inflated = plain is not parsed.body
-    return Rewritten(plain[:start] + name + plain[end:], ("content-encoding",) if inflated else ())
+    return plain[:start] + name + plain[end:]

@@ -103,8 +103,3 @@ def test_a_model_name_alone_is_rendered_by_the_service_beside_the_picker(paramet
 def test_a_render_service_that_cannot_be_used_is_refused(parameters: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         assembled({"type": "token-producer", "parameters": parameters})
-
-
-def test_vertex_is_known_and_refused() -> None:
-    with pytest.raises(ConfigError, match="vertexai-parser"):
-        assembled({"type": "vertexai-parser"})

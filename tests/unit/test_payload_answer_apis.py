@@ -10,9 +10,10 @@ from epp.payload.readers import READERS, answer_reader
 from epp.payload.records import Api, Usage
 from epp.payload.shapes import SHAPES
 from epp.payload.usage import MOST_OUTPUTS
+from epp.payload.vertex import CARRIED
 
 SSE, JSON = "text/event-stream", "application/json"
-GRPC = (Api.VLLM_GRPC_GENERATE, Api.VLLM_GRPC_EMBED)
+GRPC = (Api.VLLM_GRPC_GENERATE, Api.VLLM_GRPC_EMBED, *CARRIED)
 
 
 def reader(api: Api, content_type: str = SSE, model: str = "m", status: int = 200) -> AnswerReader:

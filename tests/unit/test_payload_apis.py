@@ -12,13 +12,20 @@ from epp.payload.estimate import Estimate, ImageEstimate
 from epp.payload.records import Api, RawRequest
 from epp.payload.request import Parsed, parse_request, rewrite_model
 from epp.payload.shapes import SHAPES
+from epp.payload.vertex import CARRIED
 
 ALL = ParserSet(PARSERS)
 SERVICE = "vllm.grpc.engine.VllmEngine"
+VERTEX = "PredictionService"
 
 
 def parse(body: bytes, path: str, parsers: ParserSet = DEFAULT_PARSERS, method: str = "POST") -> Parsed:
     return parse_request(RawRequest("id", method, path, (), body), max_bytes=1000, parsers=parsers)
+
+
+def ends_in(path: str, suffix: str) -> bool:
+    """At a segment's start; what begins with a service's name without its package also behind a dot."""
+    return f"/{path}".endswith((f"/{suffix}", f".{suffix}" if suffix.startswith(VERTEX) else f"/{suffix}"))
 
 
 def slow_api_of(path: str, types: tuple[str, ...]) -> Api | None:
@@ -29,11 +36,12 @@ def slow_api_of(path: str, types: tuple[str, ...]) -> Api | None:
         for kind in types
         for api in PARSERS[kind].apis
         for suffix in DIALECTS[api].suffixes
-        if (bare.strip("/") == suffix if DIALECTS[api].whole_path else f"/{bare}".endswith(f"/{suffix}"))
+        if (bare.strip("/") == suffix if DIALECTS[api].whole_path else ends_in(bare, suffix))
     ]
     if found:
         return max(found)[1]
-    if any(PARSERS[kind].service and f"/{bare}".split("/")[-2] == PARSERS[kind].service for kind in types):
+    services = [PARSERS[kind].service for kind in types if PARSERS[kind].service]
+    if any(ends_in(bare.rpartition("/")[0], service) for service in services):
         return Api.PASSTHROUGH
     return Api.PASSTHROUGH if "passthrough-parser" in types else None
 
@@ -55,9 +63,11 @@ def test_what_sets_apis_apart() -> None:
     assert {api for api in Api if not DIALECTS[api].rewrites_model} == without_model
     assert {api for api in Api if not DIALECTS[api].needs_model} == {
         *without_model,
+        *CARRIED,
         Api.CONVERSATIONS,
         Api.COUNT_TOKENS,
     }
+    assert {api for api in Api if DIALECTS[api].envelope is not None} == set(CARRIED)
 
 
 # -- paths ---------------------------------------------------------------------------------------------
@@ -113,6 +123,14 @@ def test_api_is_the_longest_known_suffix(path: str, api: Api) -> None:
         (f"/{SERVICE}/Generate", Api.VLLM_GRPC_GENERATE),
         (f"/{SERVICE}/Embed", Api.VLLM_GRPC_EMBED),
         (f"/{SERVICE}/HealthCheck", Api.PASSTHROUGH),
+        ("/google.cloud.aiplatform.v1.PredictionService/ChatCompletions", Api.VERTEX_CHAT_COMPLETIONS),
+        (
+            "/google.cloud.aiplatform.v1beta1.PredictionService/StreamRawPredict",
+            Api.VERTEX_STREAM_RAW_PREDICT,
+        ),
+        ("/PredictionService/RawPredict", Api.VERTEX_RAW_PREDICT),
+        ("/google.cloud.aiplatform.v1.PredictionService/Predict", Api.PASSTHROUGH),
+        ("/google.cloud.aiplatform.v1.MyPredictionService/RawPredict", Api.PASSTHROUGH),
     ],
 )
 def test_all_parsers_take(path: str, api: Api) -> None:
@@ -136,8 +154,8 @@ def test_other_methods_of_the_service_pass_unread() -> None:
 PATHS = [
     start + suffix + end
     for dialect in DIALECTS.values()
-    for suffix in (*dialect.suffixes, "models", "render", f"{SERVICE}/Abort")
-    for start in ("", "/", "/v1/", "/a/b/", "/v1")
+    for suffix in (*dialect.suffixes, "models", "render", f"{SERVICE}/Abort", f"{VERTEX}/Predict")
+    for start in ("", "/", "/v1/", "/a/b/", "/v1", "/a.b.")
     for end in ("", "/", "?q=/responses", "/x")
 ]
 
@@ -248,7 +266,7 @@ def test_grpc_bodies_are_read_by_their_parser() -> None:
         assert parse(body, path, ALL).request.api is Api.PASSTHROUGH
 
 
-@pytest.mark.parametrize("api", [api for api in Api if DIALECTS[api].rewrites_model])
+@pytest.mark.parametrize("api", [api for api in Api if DIALECTS[api].rewrites_model and api not in CARRIED])
 def test_a_model_can_be_put_in(api: Api) -> None:
     members = {
         "messages": [{"role": "user", "content": "a"}],

@@ -44,6 +44,7 @@ CASES = (
     "Whole requests",
     "The ext-proc stream",
     "gRPC",
+    "gRPC of Vertex AI",
     "Choosing an endpoint",
     "Pool, sessions, configuration",
 )
@@ -368,7 +369,12 @@ def test_the_page_is_right(name: str) -> None:
 
 def test_every_compat_case_is_named() -> None:
     named = set(TEST.findall(PAGE.read_text()))
-    for file in ("test_compat_cases.py", "test_compat_plugins.py", "test_compat_grpc.py"):
+    for file in (
+        "test_compat_cases.py",
+        "test_compat_plugins.py",
+        "test_compat_grpc.py",
+        "test_compat_vertex.py",
+    ):
         written = re.findall(r"^def (test_\w+)\(", files_of_tests()[file], re.MULTILINE)
         assert [name for name in written if (file, name) not in named] == []
 
@@ -390,8 +396,8 @@ FAULTS = [
     ("plugins", "`decode-filter`, ", "`decode-filter`, `code-filter`, ", "plugins: there is no code-filter"),
     (
         "plugins",
-        "| `vertexai-parser` | not yet",
-        "| `vertexai-parser` | supported",
+        "| `slo-headroom-tier-filter` | not yet",
+        "| `slo-headroom-tier-filter` | supported",
         "is 'supported', not not",
     ),
     ("plugins", "`max-score-picker`, ", "`max-score-picker`, `queue-scorer`, ", "queue-scorer is there 2"),

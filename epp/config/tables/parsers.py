@@ -4,7 +4,7 @@ from functools import partial
 from typing import Final
 
 from epp.config.schema import NoParameters
-from epp.config.spec import BuildContext, Kind, KnownType, ParserSpec, PluginSpec, Stability
+from epp.config.spec import BuildContext, Kind, ParserSpec, PluginSpec, Stability
 from epp.payload.apis import PARSERS
 
 
@@ -15,5 +15,3 @@ def _parser(type_name: str, context: BuildContext, params: NoParameters) -> Pars
 BUILT_INS: Final[tuple[PluginSpec, ...]] = tuple(
     PluginSpec(name, Kind.PARSER, NoParameters, partial(_parser, name), Stability.STABLE) for name in PARSERS
 )
-
-LATER: Final[tuple[KnownType, ...]] = (KnownType("vertexai-parser", Kind.PARSER),)
