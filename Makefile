@@ -2,7 +2,7 @@
 # Another interpreter: make PYTHON=/path/to/python3 ...
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-go test-cluster control-plane check bench bench-transport h2spec fuzz soak proto docs lock clean distclean
+.PHONY: help demo test test-slow test-go test-cluster test-gateways control-plane check bench bench-transport h2spec fuzz soak proto docs lock clean distclean
 .DELETE_ON_ERROR:
 
 PY := .venv/bin/python
@@ -16,16 +16,21 @@ demo: $(DEV) $(ENVOY)  ## Envoy's round robin against Warmroute on 8 simulated e
 	.venv/bin/warmroute demo $(ARGS)
 
 test: $(DEV) $(ENVOY)  ## all tests that take no minutes, real Envoy included (ARGS="-k name", ...)
-	.venv/bin/pytest tests e2e -n 2 --dist loadscope --no-loadscope-reorder -m "not slow and not go and not cluster" $(ARGS)
+	.venv/bin/pytest tests e2e -n 2 --dist loadscope --no-loadscope-reorder -m "not slow and not go and not cluster and not gateways" $(ARGS)
 
 test-slow: $(DEV) $(ENVOY)  ## the tests that take minutes (having none is no failure: pytest says so by 5)
-	.venv/bin/pytest tests e2e -m "slow and not go and not cluster" $(ARGS) || [ $$? -eq 5 ]
+	.venv/bin/pytest tests e2e -m "slow and not go and not cluster and not gateways" $(ARGS) || [ $$? -eq 5 ]
 
 test-go: $(DEV)  ## the tests that need Go: h2spec, the transport benchmark
 	.venv/bin/pytest tests e2e -m "go and not cluster" $(ARGS)
 
 test-cluster: $(DEV) $(ENVOY)  ## the tests against a real Kubernetes control plane, which Go builds once (minutes)
 	.venv/bin/pytest e2e -m cluster $(ARGS)
+
+test-gateways: $(DEV) $(ENVOY)  ## the tests behind real gateways, which Go builds once (many minutes); Linux, root, ip, nsenter, curl
+	$(PY) tools/control_plane.py build
+	$(PY) tools/gateways.py
+	.venv/bin/pytest e2e -m gateways $(ARGS)
 
 control-plane: $(DEV)  ## build that control plane (make test-cluster does so too)
 	$(PY) tools/control_plane.py build

@@ -1,6 +1,7 @@
 """Files of a pod's volumes, written as a kubelet writes them."""
 
 import base64
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ Edit = Callable[[str, bytes], bytes]
 """Name of a volume and content of a file in it -> what is written."""
 
 _TOKEN_API: Final = "authentication.k8s.io/v1"
+_KEYED: Final = re.compile(r"metadata\.(annotations|labels)\['(.+)'\]")
 
 
 @dataclass
@@ -97,9 +99,12 @@ class Volumes:
 
 
 def field_of(pod: Thing, reference: Thing) -> str:
-    """What a `fieldRef` says."""
+    """What a `fieldRef` says; of an annotation or label that is not there, nothing."""
+    path: str = reference["fieldPath"]
+    if keyed := _KEYED.fullmatch(path):
+        return str(pod["metadata"].get(keyed[1], {}).get(keyed[2], ""))
     value = pod
-    for part in reference["fieldPath"].split("."):
+    for part in path.split("."):
         value = value[part]
     return str(value)
 

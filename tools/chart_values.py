@@ -223,7 +223,8 @@ class DestinationRule(ValuesGroup, frozen=True):
     traffic_policy: Annotated[
         Mapping,
         Help(
-            "Merged over what the chart writes: TLS to the picker, its certificate not verified.",
+            "Merged over what the chart writes: TLS to the picker, its certificate not verified; a picker "
+            "that cannot be connected to is not asked for ten seconds.",
             example={"connectionPool": {"http": {"maxRequestsPerConnection": 256000}}},
         ),
     ] = {}
@@ -235,13 +236,76 @@ class Istio(ValuesGroup, frozen=True):
     )
 
 
+class EnvoyGatewayTls(ValuesGroup, frozen=True):
+    ca_config_map: Annotated[
+        str,
+        Help(
+            "ConfigMap with the `ca.crt` that router.epp.tls.secretName is verified against. Empty: nothing "
+            "is verified, which needs `extensionApis.enableBackend` of Envoy Gateway; its proxies then know "
+            "pickers by the name of their Service alone, and may put all requests on one of several."
+        ),
+    ] = ""
+    hostname: Annotated[
+        str, Help("Name that the certificate has to have; empty: that of the picker's Service.")
+    ] = ""
+
+
+class ClientTrafficPolicy(ValuesGroup, frozen=True):
+    create: Annotated[
+        bool,
+        Help(
+            "Make one for the Gateway, in its namespace: it takes from requests what only a picker may say. "
+            "Envoy Gateway heeds one for each Gateway; false: another release has it, or you do."
+        ),
+    ] = True
+    spec: Annotated[
+        Mapping,
+        Help("Merged over what the chart writes.", example={"connection": {"bufferLimit": "64Mi"}}),
+    ] = {}
+
+
+class EnvoyGateway(ValuesGroup, frozen=True):
+    fail_open: Annotated[
+        bool,
+        Help(
+            "Without a picker, use any engine; false: refuse requests (503). The pool's failureMode has no "
+            "effect. Envoy Gateway fails open only where bodies are not full-duplex: with true, requests are "
+            "held until they are whole, up to 32 MiB."
+        ),
+    ] = False
+    tls: Annotated[EnvoyGatewayTls, Help("To the picker, unless flags.secure-serving is false.")] = field(
+        default_factory=EnvoyGatewayTls
+    )
+    backend_traffic_policy: Annotated[
+        Mapping,
+        Help(
+            "Merged over what the chart writes as `spec`; a route has one.",
+            example={"timeout": {"http": {"streamIdleTimeout": "1h"}}},
+        ),
+    ] = {}
+    client_traffic_policy: Annotated[ClientTrafficPolicy, Help("Of the Gateway.")] = field(
+        default_factory=ClientTrafficPolicy
+    )
+
+
 class Provider(ValuesGroup, frozen=True):
-    name: Annotated[Literal["none", "istio"], Help("Which gateway: istio needs a DestinationRule.")] = "none"
+    name: Annotated[
+        Literal["none", "istio", "envoy-gateway"],
+        Help(
+            "Which gateway: istio needs a DestinationRule; envoy-gateway knows no InferencePool, and gets a "
+            "Service of the engines and policies of its own."
+        ),
+    ] = "none"
     istio: Annotated[Istio, Help("Counts with name istio.")] = field(default_factory=Istio)
+    envoy_gateway: Annotated[EnvoyGateway, Help("Counts with name envoy-gateway.")] = field(
+        default_factory=EnvoyGateway
+    )
 
 
 class HttpRoute(ValuesGroup, frozen=True):
-    create: Annotated[bool, Help("Make an HTTPRoute from the gateway to the pool.")] = False
+    create: Annotated[
+        bool, Help("Make an HTTPRoute from the gateway to the pool, or to what stands for it there.")
+    ] = False
     inference_gateway_name: Annotated[str, Help("Name of the Gateway.", schema={"minLength": 1})] = (
         "inference-gateway"
     )
@@ -277,8 +341,8 @@ class Values(ValuesGroup, frozen=True):
     mode: Annotated[
         Literal["gateway", "standalone"],
         Help(
-            "gateway: a gateway that knows InferencePool asks the picker. standalone: an Envoy of the chart "
-            "does, and no gateway is needed."
+            "gateway: a gateway that knows InferencePool asks the picker, or Envoy Gateway (provider.name). "
+            "standalone: an Envoy of the chart does, and no gateway is needed."
         ),
     ] = "gateway"
     provider: Annotated[Provider, Help("The gateway, with mode gateway.")] = field(default_factory=Provider)

@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from epp.cli import main
-from tests.contract.test_chart_render import MATRIX
+from tests.contract.test_chart_render import CASES, ENVOY_GATEWAY
 from tests.data.chart import rendering
 from tests.data.chart.rendering import CHART, Object, at, container, merged, objects, of_kind, one, values
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("charts/warmroute/README.md", "docs/kubernetes.md", "README.md")
-matrix = pytest.mark.parametrize("case", MATRIX)
+PAGES = ("charts/warmroute/README.md", "docs/kubernetes.md", "docs/gateways.md", "README.md")
+matrix = pytest.mark.parametrize("case", CASES)
 
 
 def commands(text: str, program: str) -> list[list[str]]:
@@ -50,6 +50,9 @@ def problem(command: list[str], found: list[Object]) -> str:
                 return f"there is no {target}"
             assert container(found, name, deployment)["command"][0] == "warmroute"
             return "" if subcommand in main.commands else f"warmroute has no {subcommand}"
+        case ["describe", kind, name]:
+            names = [each["metadata"]["name"] for each in found if each["kind"].lower() == kind]
+            return "" if name in names else f"there is no {kind} {name}"
     return f"unknown: {command}"
 
 
@@ -59,8 +62,8 @@ def _found(found: list[Object], kind: str, name: str) -> Any:
 
 @matrix
 def test_kubectl_finds_what_the_notes_name(case: str) -> None:
-    found = objects(values(MATRIX[case]))
-    told = commands(rendering.notes(values(MATRIX[case])), "kubectl")
+    found = objects(values(CASES[case]))
+    told = commands(rendering.notes(values(CASES[case])), "kubectl")
     assert told
     assert [problem(command, found) for command in told] == [""] * len(told)
 
@@ -73,21 +76,21 @@ def test_kubectl_finds_what_the_notes_name(case: str) -> None:
         ("deployment/rel-epp", "deployment/rel"),
         ("warmroute explain", "warmroute explains"),
         ("-n ns ", "-n default "),
+        ("describe envoyextensionpolicy rel-epp", "describe envoyextensionpolicy rel"),
     ],
 )
 def test_a_note_that_is_wrong_would_be_noticed(old: str, new: str) -> None:
-    found, notes = (
-        objects(values(MATRIX["service-everything"])),
-        rendering.notes(values(MATRIX["service-everything"])),
-    )
+    given = values(CASES["envoy-gateway" if "envoy" in old else "service-everything"])
+    found, notes = objects(given), rendering.notes(given)
     assert old in notes
     assert any(problem(command, found) for command in commands(notes.replace(old, new), "kubectl"))
 
 
-def test_the_upgrade_of_the_notes_makes_the_route() -> None:
-    (command,) = commands(rendering.notes(values()), "helm")
+@pytest.mark.parametrize("before", [{}, ENVOY_GATEWAY["envoy-gateway-no-route"]])
+def test_the_upgrade_of_the_notes_makes_the_route(before: Object) -> None:
+    (command,) = commands(rendering.notes(values(before)), "helm")
     assert [command[index] for index in (1, 2, -5)] == ["upgrade", "rel", "--reuse-values"]
-    route = one(objects(values(given_by(command))), "HTTPRoute", "rel")
+    route = one(objects(values(before, given_by(command))), "HTTPRoute", "rel")
     assert route["spec"]["parentRefs"] == [{"name": "NAME"}]
 
 

@@ -108,14 +108,48 @@ MATRIX: dict[str, Object] = {
     "no-proxy": values(STANDALONE, {"router": {"proxy": {"enabled": False}}}),
     "triton": {"router": {"modelServers": {"type": "triton"}}},
 }
-matrix = pytest.mark.parametrize("case", MATRIX)
+TWO_PORTS: Object = {"router": {"modelServers": {"targetPorts": [{"number": 8000}, {"number": 8001}]}}}
+BEHIND_ENVOY_GATEWAY: Object = {"provider": {"name": "envoy-gateway"}, "httpRoute": {"create": True}}
+ENVOY_GATEWAY: dict[str, Object] = {
+    "envoy-gateway": BEHIND_ENVOY_GATEWAY,
+    "envoy-gateway-no-route": {"provider": {"name": "envoy-gateway"}},
+    "envoy-gateway-plain": values(
+        BEHIND_ENVOY_GATEWAY, TWO_PORTS, {"router": {"epp": {"flags": {"secure-serving": False}}}}
+    ),
+    "envoy-gateway-open": values(
+        BEHIND_ENVOY_GATEWAY,
+        {"provider": {"envoyGateway": {"failOpen": True}}, "router": {"modelServers": {"protocol": "grpc"}}},
+    ),
+    "envoy-gateway-selector": values(
+        BEHIND_ENVOY_GATEWAY,
+        SELECTOR,
+        {"provider": {"envoyGateway": {"clientTrafficPolicy": {"create": False}}}},
+    ),
+    "envoy-gateway-everything": values(
+        EVERYTHING,
+        ROUTE,
+        BEHIND_ENVOY_GATEWAY,
+        {
+            "provider": {
+                "envoyGateway": {
+                    "tls": {"caConfigMap": "authority", "hostname": "picker.example.com"},
+                    "backendTrafficPolicy": {"timeout": {"http": {"streamIdleTimeout": "1h"}}},
+                    "clientTrafficPolicy": {"spec": {"connection": {"bufferLimit": "64Mi"}}},
+                }
+            }
+        },
+    ),
+}
+"""Apart: a cluster takes what they make only with the definitions of Envoy Gateway."""
+CASES = MATRIX | ENVOY_GATEWAY
+matrix = pytest.mark.parametrize("case", CASES)
 LONG_NAME, LONG_NAMESPACE = "a" * 20 + ".b" + "c" * 31, "n" * 63
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 CLUSTER_WIDE = ("ClusterRole", "ClusterRoleBinding")
 
 
 def rendered(case: str, name: str = "rel", namespace: str = "ns") -> list[Object]:
-    return objects(values(MATRIX[case]), name, namespace)
+    return objects(values(CASES[case]), name, namespace)
 
 
 def keys(found: list[Object]) -> list[tuple[str, str, str]]:
@@ -141,20 +175,21 @@ def test_objects_have_names_and_namespaces_that_a_cluster_takes(case: str, name:
 @matrix
 def test_rendering_is_deterministic(case: str) -> None:
     with helm_python.Chart.load(CHART) as chart:
-        again = chart.render(values(MATRIX[case]), name="rel", namespace="ns")
-    assert again == rendering.render(values(MATRIX[case]))
+        again = chart.render(values(CASES[case]), name="rel", namespace="ns")
+    assert again == rendering.render(values(CASES[case]))
 
 
 @pytest.mark.parametrize(
-    "case", ["gateway", "gateway-everything", "sidecar-everything", "service-everything"]
+    "case",
+    ["gateway", "gateway-everything", "envoy-gateway-everything", "sidecar-everything", "service-everything"],
 )
 def test_helm_lint_has_nothing_to_say(case: str) -> None:
-    report = helm_python.lint(CHART, values(MATRIX[case]), strict=True)
+    report = helm_python.lint(CHART, values(CASES[case]), strict=True)
     assert report["errors"] == []
     assert [each["error"] for each in report["messages"]] == ["icon is recommended"]
 
 
-@pytest.mark.parametrize("case", ["gateway-everything", "service-everything"])
+@pytest.mark.parametrize("case", ["gateway-everything", "envoy-gateway-everything", "service-everything"])
 def test_two_releases_share_no_name(case: str) -> None:
     """Beside each other, in other namespaces, and where names become equal when joined or cut."""
     pairs = [
@@ -663,10 +698,14 @@ def test_route_and_destination_rule() -> None:
     }
     destination = one(found, "DestinationRule")["spec"]
     assert destination["host"] == "rel-epp.ns.svc.cluster.local"
+    ejection = destination["trafficPolicy"].pop("outlierDetection")
+    # Only who cannot be connected to goes: what a picker answers, such as that it is full, is no reason.
+    assert ejection["splitExternalLocalOriginErrors"] is True
+    assert (ejection["consecutiveLocalOriginFailures"], ejection["consecutive5xxErrors"]) == (1, 0)
     policy = {"tls": {"mode": "SIMPLE", "insecureSkipVerify": True}, "connectionPool": {"http": {}}}
     assert destination["trafficPolicy"] == policy
     (plain,) = of_kind(rendered("gateway-istio-plain"), "DestinationRule")
-    assert plain["spec"]["trafficPolicy"] == {"tls": {"mode": "DISABLE"}}
+    assert plain["spec"]["trafficPolicy"] == {"tls": {"mode": "DISABLE"}, "outlierDetection": ejection}
 
 
 @pytest.mark.parametrize(
@@ -680,10 +719,14 @@ def test_route_and_destination_rule() -> None:
         ("service", "port-forward service/rel-proxy 8081:8081"),
         ("sidecar-everything", "port-forward service/rel-epp 8081:80"),
         ("gateway-leader", "do not use --wait"),
+        ("envoy-gateway", "get gateway inference-gateway"),
+        ("envoy-gateway", "enableBackend"),
+        ("envoy-gateway-no-route", "--set httpRoute.create=true"),
+        ("envoy-gateway-no-route", "Service rel-engines, and name it rel:"),
     ],
 )
 def test_notes_tell_the_next_command(case: str, expected: str) -> None:
-    assert expected in rendering.notes(values(MATRIX[case]))
+    assert expected in rendering.notes(values(CASES[case]))
 
 
 def test_custom_resource_definitions_come_first_where_they_are_wanted() -> None:

@@ -27,6 +27,18 @@
 {{- if and (include "warmroute.proxied" .) (eq .Values.router.proxy.mode "service") }}true{{ end -}}
 {{- end -}}
 
+{{- define "warmroute.envoyGateway" -}}
+{{- if and (eq .Values.mode "gateway") (eq .Values.provider.name "envoy-gateway") }}true{{ end -}}
+{{- end -}}
+
+{{- /* What is between Envoy Gateway's proxies and the picker: none, verified or unverified TLS. */ -}}
+{{- define "warmroute.envoyGatewayTls" -}}
+{{- if not (include "warmroute.secure" .) }}none
+{{- else if .Values.provider.envoyGateway.tls.caConfigMap }}verified
+{{- else }}unverified
+{{- end -}}
+{{- end -}}
+
 {{- /* A picker that its own proxy alone asks ends with that. A leader does not wait: others wait for its lease. */ -}}
 {{- define "warmroute.goesWithProxy" -}}
 {{- if and (include "warmroute.sidecar" .) (not (include "warmroute.leader" .)) }}true{{ end -}}

@@ -21,9 +21,19 @@
 {{ include "warmroute.base" . }}-epp-pods
 {{- end -}}
 
-{{- /* Headless: the engines, for proxies without a picker. */ -}}
+{{- /* Headless: the engines, for proxies that know no pool. */ -}}
 {{- define "warmroute.enginesName" -}}
 {{ include "warmroute.base" . }}-engines
+{{- end -}}
+
+{{- /* A Gateway's namespace has policies of releases of other namespaces too. */ -}}
+{{- define "warmroute.clientPolicyName" -}}
+{{- $route := .Values.httpRoute -}}
+{{- if has $route.inferenceGatewayNamespace (list "" .Release.Namespace) -}}
+{{- include "warmroute.name" . -}}
+{{- else -}}
+{{- include "warmroute.clusterBase" . -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "warmroute.readerName" -}}

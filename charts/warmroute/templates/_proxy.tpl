@@ -56,3 +56,25 @@ name: envoy
 configMap:
   name: {{ include "warmroute.proxyName" . }}
 {{- end -}}
+
+{{- define "warmroute.enginesService" -}}
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ include "warmroute.enginesName" . }}
+  namespace: {{ .Release.Namespace }}
+  labels:
+    {{- include "warmroute.labels" . | nindent 4 }}
+spec:
+  clusterIP: None
+  selector:
+    {{- toYaml .Values.router.modelServers.matchLabels | nindent 4 }}
+  ports:
+  {{- range .Values.router.modelServers.targetPorts }}
+  - name: port-{{ int .number }}
+    port: {{ int .number }}
+    {{- if eq $.Values.router.modelServers.protocol "grpc" }}
+    appProtocol: kubernetes.io/h2c
+    {{- end }}
+  {{- end }}
+{{- end -}}

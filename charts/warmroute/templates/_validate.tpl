@@ -6,7 +6,8 @@
   (include "warmroute.problems.picker" . | fromJsonArray)
   (include "warmroute.problems.replicas" . | fromJsonArray)
   (include "warmroute.problems.ports" . | fromJsonArray)
-  (include "warmroute.problems.idle" . | fromJsonArray) -}}
+  (include "warmroute.problems.idle" . | fromJsonArray)
+  (include "warmroute.problems.envoyGateway" . | fromJsonArray) -}}
 {{- if $problems }}{{ fail (printf "\n- %s\n" (join "\n- " $problems)) }}{{ end -}}
 {{- end -}}
 
@@ -39,7 +40,7 @@
   {{- if eq .Values.mode "standalone" -}}
     {{- $problems = append $problems "httpRoute.create: there is no gateway in mode standalone; write mode: gateway, or leave it out" -}}
   {{- end -}}
-  {{- if not .Values.router.inferencePool.create -}}
+  {{- if not (or .Values.router.inferencePool.create (include "warmroute.envoyGateway" .)) -}}
     {{- $problems = append $problems "httpRoute.create: the route leads to a pool; set router.inferencePool.create: true" -}}
   {{- end -}}
 {{- end -}}
@@ -162,6 +163,34 @@
 {{- end -}}
 {{- if and $router.legacyPolicies (not $router.inferencePool.create) -}}
   {{- $problems = append $problems "router.legacyPolicies: objectives and rewrites belong to a pool; set router.inferencePool.create: true, or leave it out" -}}
+{{- end -}}
+{{- toJson $problems -}}
+{{- end -}}
+
+{{- /* What Envoy Gateway cannot do, and what would have no effect there. */ -}}
+{{- define "warmroute.problems.envoyGateway" -}}
+{{- $problems := list -}}
+{{- $router := .Values.router -}}
+{{- $own := .Values.provider.envoyGateway -}}
+{{- if eq .Values.provider.name "envoy-gateway" -}}
+  {{- if eq .Values.mode "standalone" -}}
+    {{- $problems = append $problems "provider.name: envoy-gateway has no part in mode standalone; write mode: gateway, or leave it out" -}}
+  {{- end -}}
+  {{- if and $own.failOpen (eq $router.inferencePool.failureMode "FailClose") -}}
+    {{- $problems = append $problems "provider.envoyGateway.failOpen: router.inferencePool.failureMode is FailClose; leave out one of them" -}}
+  {{- end -}}
+  {{- if $own.tls.caConfigMap -}}
+    {{- if not (include "warmroute.secure" .) -}}
+      {{- $problems = append $problems "provider.envoyGateway.tls.caConfigMap: flags.secure-serving is false, so there is no certificate to verify; leave out one of them" -}}
+    {{- else if not $router.epp.tls.secretName -}}
+      {{- $problems = append $problems "provider.envoyGateway.tls.caConfigMap: each picker signs its own certificate, which nobody can verify; write router.epp.tls.secretName, or leave it out" -}}
+    {{- end -}}
+  {{- else if $own.tls.hostname -}}
+    {{- $problems = append $problems "provider.envoyGateway.tls.hostname: no certificate is verified; write provider.envoyGateway.tls.caConfigMap, or leave it out" -}}
+  {{- end -}}
+  {{- if and $own.clientTrafficPolicy.spec (not $own.clientTrafficPolicy.create) -}}
+    {{- $problems = append $problems "provider.envoyGateway.clientTrafficPolicy.spec: none is made; set provider.envoyGateway.clientTrafficPolicy.create: true, or leave it out" -}}
+  {{- end -}}
 {{- end -}}
 {{- toJson $problems -}}
 {{- end -}}
