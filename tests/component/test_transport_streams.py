@@ -159,7 +159,7 @@ async def test_a_client_that_leaves_while_its_large_body_is_read(name: str) -> N
         await wire.read(warm)
         await picker.child(signal.SIGSTOP)
         calls = [await picker.send(runtime.request_headers(), *runtime.request_body(body)) for _ in range(3)]
-        await wire.until(lambda: picker.app.budget.used == 3 * len(body), "all bodies are held")
+        await wire.until(lambda: picker.app.budget.used >= 3 * len(body), "all bodies are held")
         for call in (warm, *calls):
             call.cancel()
         await picker.over()

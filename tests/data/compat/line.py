@@ -73,7 +73,19 @@ class P(NamedTuple):
 
 
 class InPlace(Router):
-    """Reads a body of any size itself, and hides no fault behind a 500."""
+    """Reads a body of any size itself and at once, and hides no fault behind a 500."""
+
+    _outcome: Routed | Refused | None = None
+
+    def route(self, raw: RawRequest, deliver: Any) -> Routed | Refused | None:
+        self._outcome = None
+        return super().route(raw, deliver) or self._outcome
+
+    def _later(self, raw: RawRequest, deliver: Any, work: Any) -> None:
+        self._outcome = work() or self._outcome
+
+    def _look(self, raw: RawRequest, received_at: float, deliver: Any) -> None:
+        self._outcome = self._route(raw, received_at, deliver) or self._outcome
 
     def _route(self, raw: RawRequest, received_at: float, deliver: Any) -> Routed | Refused | None:
         return self._routed(raw, partial(self._director.prepare, raw, received_at), deliver)
