@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from epp.errors import ConfigError, Problem
 from epp.lab.envoy import find_envoy
 from epp.lab.picture import side_by_side
 from epp.lab.player import Answered, Run, play
@@ -123,12 +124,18 @@ def demo(options: DemoOptions, console: Console) -> int:
 def _turns(options: DemoOptions, workload: Workload) -> list[Turn]:
     if options.trace is None:
         return plan(workload, options.seed)
+    max_prompt_tokens = _trace_prompt_tokens(workload)
+    if max_prompt_tokens < 1:
+        least = workload.fleet.max_model_len - max_prompt_tokens + 1
+        raise ConfigError(
+            str(options.workload), Problem("$.fleet.max_model_len", f"must be at least {least} for a trace")
+        )
     return read_mooncake_trace(
         options.trace,
         speed_up=options.trace_speed_up,
         seed=options.seed or 0,
         limit=options.trace_limit,
-        max_prompt_tokens=_trace_prompt_tokens(workload),
+        max_prompt_tokens=max_prompt_tokens,
         max_output_tokens=_TRACE_OUTPUT_TOKENS,
     )
 
@@ -229,7 +236,7 @@ def _table(summaries: dict[str, Summary], best: float) -> Table:
     table.add_row("TTFT p90, ms", _shown(left.ttft_p90_ms), _shown(right.ttft_p90_ms))
     table.add_row("output tokens/s", f"{left.output_tokens_per_s:,.0f}", f"{right.output_tokens_per_s:,.0f}")
     table.add_row("cache hit ratio", f"{left.hit_ratio:.3f}", f"{right.hit_ratio:.3f}")
-    if best is not None:
+    if best:
         table.add_row(
             "  of one infinite cache's", f"{left.hit_ratio / best:.0%}", f"{right.hit_ratio / best:.0%}"
         )

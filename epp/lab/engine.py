@@ -380,7 +380,6 @@ class Engine:
     def _preempt(self, victim: _Sequence) -> None:
         self._pool.release(victim.blocks)
         victim.blocks = []
-        victim.computed = victim.named = 0
         self._waiting.appendleft(victim)
         self.totals.preemptions += 1
 

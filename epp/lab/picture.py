@@ -39,6 +39,11 @@ def side_by_side(path: Path, round_robin: "Played", warmroute: "Played", best: f
     pyplot.close(figure)
 
 
+def _scale(runs: "dict[str, Played]") -> str:
+    """Of an axis of times; nothing at all cannot be put on a logarithmic one."""
+    return "log" if any(len(run.ttft_ms()) for run in runs.values()) else "linear"
+
+
 def _over_time(axes: Any, runs: "dict[str, Played]") -> None:
     for name, run in runs.items():
         good = [each for each in run.answered if each.ttft_s is not None and not each.error]
@@ -52,7 +57,10 @@ def _over_time(axes: Any, runs: "dict[str, Played]") -> None:
             linewidths=0,
         )
     axes.set(
-        title="Time to first token of each request", xlabel="seconds into the run", ylabel="ms", yscale="log"
+        title="Time to first token of each request",
+        xlabel="seconds into the run",
+        ylabel="ms",
+        yscale=_scale(runs),
     )
 
 
@@ -66,7 +74,7 @@ def _distribution(axes: Any, runs: "dict[str, Played]") -> None:
         title="Share of requests answered within",
         xlabel="time to first token, ms",
         ylim=(0, 1.02),
-        xscale="log",
+        xscale=_scale(runs),
     )
 
 

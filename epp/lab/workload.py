@@ -206,7 +206,7 @@ def plan(workload: Workload, seed: int | None = None) -> list[Turn]:
 def _groups(chats: Chats, chance: random.Random) -> list[int]:
     """Of each chat its group."""
     groups = range(chats.groups)
-    weights = [1 / (group + 1) ** chats.skew for group in groups]
+    weights = [(group + 1) ** -chats.skew for group in groups]
     chosen = [*groups, *chance.choices(groups, weights, k=chats.chats - chats.groups)]
     chance.shuffle(chosen)
     return chosen

@@ -334,10 +334,22 @@ def test_a_client_that_leaves_does_not_empty_the_cache() -> None:
 def test_state_of_requests_ends_with_them() -> None:
     rig = Rig(pool_view(2))
     tickets = [rig.send(chat(text(seed % 5, 640)), seed % 2) for seed in range(20)]
+    endings = [(200, Cause.NATURAL), (500, Cause.NATURAL), (0, Cause.ERROR), (0, Cause.CLIENT_DISCONNECT)]
     for n, ticket in enumerate(tickets):
-        rig.end(ticket, status=(200, 500, 0)[n % 3], cause=(Cause.NATURAL, Cause.NATURAL, Cause.ERROR)[n % 3])
+        status, cause = endings[n % 4]
+        rig.end(ticket, status=status, cause=cause)
     assert not rig.producer._sent
     assert not any(rig.producer._computing)
+
+
+def test_a_request_without_a_full_block_is_followed_in_vain() -> None:
+    rig = Rig(pool_view(2))
+    for request in (chat(text(1, 63)), chat()):
+        ticket = rig.send(request, 0)
+        ticket.slot = 1
+        rig.producer.observe(ticket, AnswerHeaders(200, "10.0.0.1:8000", True), 0.0)
+        rig.end(ticket, Usage(63, 1, cached_tokens=0))
+    assert (rig.held(0), rig.held(1)) == (0, 0)
 
 
 def test_a_reused_slot_starts_clean() -> None:
@@ -429,6 +441,16 @@ def test_a_missing_count_is_zero_where_the_endpoint_is_known_to_report() -> None
         rig.producer.refresh(1.0)
     assert silent.capacity(0) == 1000
     assert telling.capacity(0) < 700
+
+
+def test_usage_without_prompt_tokens_teaches_nothing() -> None:
+    rig = filled(pool_view(1))
+    for cached in (0, 640, None):
+        rig.serve(chat(text(99, 640)), 0, Usage(0, 1, cached))
+    for seed in range(80, 90):
+        rig.serve(chat(text(seed, 640)), 0, Usage(640, 1))
+    rig.producer.refresh(1.0)
+    assert rig.capacity(0) == 1000
 
 
 def test_counted_tokens_scale_the_capacity() -> None:

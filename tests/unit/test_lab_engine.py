@@ -120,6 +120,15 @@ def test_running_sequences_come_before_waiting_ones() -> None:
     assert step(of).tokens == [1, 2]
 
 
+def test_a_step_without_tokens_left_admits_nobody() -> None:
+    of = engine(max_num_batched_tokens=6)
+    for request in (1, 2):
+        of.submit(request, chain(1), 6, 2)
+    assert step(of).tokens == [1]
+    assert (of.running, of.waiting, of.totals.query_tokens) == (1, 1, 6)
+    assert step(of).tokens == [1, 2]
+
+
 def test_at_most_max_num_seqs_run_and_the_first_come_are_first() -> None:
     of = engine(max_num_seqs=2)
     for request in (5, 3, 4):

@@ -157,18 +157,31 @@ def test_the_table_shows_it_all_within_its_width() -> None:
     assert any(line.endswith("no-7") for line in lines)
 
 
-def test_long_names_give_way_to_the_address() -> None:
-    rows = [Row("9", waiting=waiting) for waiting in (1, 2)]
-    ctx = pool.context(rows)
+def table_of_names(length: int, width: int) -> str:
+    ctx = pool.context([Row("9", waiting=waiting) for waiting in (1, 2)])
     ctx.view.endpoints = tuple(
-        None if owner is None else msgspec.structs.replace(owner, name="a" * 200)
+        None if owner is None else msgspec.structs.replace(owner, name="a" * length)
         for owner in ctx.view.endpoints
     )
     legs = SingleProfileHandler(pool.default_profile()).place(ctx, ctx.view.candidates)
-    table = render_table(explain(record_decision("r", legs, ctx)))
-    assert max(map(len, table.splitlines())) <= 100
-    assert "10.0.0.9:8000" in table
-    assert "aaa~" in table
+    return render_table(explain(record_decision("r", legs, ctx)), width=width)
+
+
+def table_width(table: str) -> int:
+    (rule,) = [line for line in table.splitlines() if line and not line.strip("- ")]
+    return len(rule)
+
+
+@pytest.mark.parametrize("length", [1, 8, 9, 30, 200])
+def test_only_long_names_give_way_and_only_as_far_as_they_must(length: int) -> None:
+    whole = table_of_names(length, 10_000)
+    for width in (60, 80, 100, 120, 300):
+        table = table_of_names(length, width)
+        least = table_width(whole) - max(length - 8, 0)
+        assert table_width(table) == min(max(width, least), table_width(whole))
+        assert "10.0.0.9:8000" in table
+        assert (table == whole) == (table_width(table) == table_width(whole))
+        assert ("a~" in table) == (table != whole)
 
 
 def test_a_large_pool_is_cut_but_never_the_chosen() -> None:
@@ -177,6 +190,17 @@ def test_a_large_pool_is_cut_but_never_the_chosen() -> None:
     table = render_table(explain(record_decision("r", legs, ctx)), rows=5)
     assert table.count("\n> ") == 30 + 1  # the legend has one
     assert "... and 30 more" in table
+
+
+def test_as_many_rows_as_asked_for() -> None:
+    ctx = pool.context([Row(str(number), waiting=number) for number in range(12)])
+    legs = SingleProfileHandler(pool.default_profile()).place(ctx, ctx.view.candidates)
+    explanation = explain(record_decision("r", legs, ctx))
+    for rows in (1, 5, 11):
+        table = render_table(explanation, rows=rows)
+        assert sum(":8000 " in line for line in table.splitlines()) == rows
+        assert f"... and {12 - rows} more" in table
+    assert " more" not in render_table(explanation, rows=12)
 
 
 def test_clients_cannot_steer_the_terminal() -> None:

@@ -70,8 +70,9 @@ def test_prefill_endpoint_computes_where_there_is_one(name: dict[str, str], expe
 
 
 def test_ties_are_spread_by_load() -> None:
-    """Two hold the most, a third one block less; weights 1, 1/2 and 1/4."""
-    rows = [Row("1", cached=50), Row("2", cached=50, waiting=1), Row("3", cached=49, waiting=3), Row("4")]
+    """Two hold the most, a third one block less; weights 1, 1/2 and 1/4. Two blocks less are too few."""
+    rows = [Row("1", cached=50), Row("2", cached=50, waiting=1), Row("3", cached=49, waiting=3)]
+    rows += [Row("4"), Row("5", cached=48)]
     chance = Random(1)
     ids = (f"{chance.getrandbits(128):032x}" for _ in range(2100))
     found = Counter(source(context(*rows, request_id=name), 3) for name in ids)

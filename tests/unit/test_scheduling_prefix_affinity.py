@@ -49,6 +49,18 @@ ALL = [0, 1, 2]
         ((100, 0, 0), (9000, 0, 500), {"peakPrefillThroughput": 1000, "maxTTFTPenaltyMs": 9000}, [0]),
         ((100, 0, 0), (9001, 0, 500), {"peakPrefillThroughput": 1000, "maxTTFTPenaltyMs": 9000}, ALL),
         ((100, 0, 0), (9001, 1, 500), {"peakPrefillThroughput": 1000, "maxTTFTPenaltyMs": 9000}, [0]),
+        (
+            (100, 0, 0),
+            (409_000, 400_000, 500_000),
+            {"peakPrefillThroughput": 500, "maxTTFTPenaltyMs": 18000},
+            [0],
+        ),
+        (
+            (100, 0, 0),
+            (409_001, 400_000, 500_000),
+            {"peakPrefillThroughput": 500, "maxTTFTPenaltyMs": 18000},
+            ALL,
+        ),
         ((100, 90, 0), (9001, 500, 0), {"peakPrefillThroughput": 1000, "maxTTFTPenaltyMs": 9000}, [0, 1]),
         ((100, 0, 0), (10**9, 0, 0), {"maxTTFTPenaltyMs": 0}, [0]),
         ((100, 0, 0), (10**9, 0, 0), {"maxTTFTPenaltyMs": 0, "peakPrefillThroughput": 0}, [0]),

@@ -75,6 +75,8 @@ def chosen(plugin: Any, ctx: Ctx, alive: Mask | None = None) -> set[int]:
         ((("x-session-token", b64encode(b"other/2").decode()),), {0, 1, 2}),
         ((("x-session-token", "not base64!"),), {0, 1, 2}),
         ((("x-session-token", "bsd"),), {0, 1, 2}),
+        # Characters outside the alphabet are not passed over.
+        ((("x-session-token", "*" + token("2")),), {0, 1, 2}),
         ((("x-session-token", "\u00e9\u00e9\u00e9="),), {0, 1, 2}),
         ((("x-session-token", b64encode(b"\xff\xfe").decode()),), {0, 1, 2}),
         # Another header is none of its business; of one sent twice the last counts.

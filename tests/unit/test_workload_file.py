@@ -1,6 +1,7 @@
 """Workload files and traces: what they say, and how they say what is wrong."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,16 @@ def test_every_prompt_of_the_demo_fits_an_engine() -> None:
         asked = sum(tokens.token_count(tokens.from_chat([message])) for message in turn.messages)
         sizes[turn.chat] = sizes.get(turn.chat, 0) + asked + turn.output_tokens
     assert max(sizes.values()) <= longest <= workload.fleet.max_model_len
+
+
+@pytest.mark.parametrize(("skew", "first"), [(0, range(5, 30)), (1.5, range(30, 57)), (5000, [57])])
+def test_skew_says_how_much_more_the_first_group_gets(
+    tmp_path: Path, skew: float, first: range | list[int]
+) -> None:
+    path = demo_with(tmp_path, chats__groups=4, chats__chats=60, chats__turns=[1, 1], chats__skew=skew)
+    systems = Counter(turn.messages[0] for turn in plan(load_workload(path)))
+    assert len(systems) == 4
+    assert max(systems.values()) in first
 
 
 @pytest.mark.parametrize(
