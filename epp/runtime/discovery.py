@@ -44,6 +44,7 @@ class FileDiscovery:
         self._on_error = on_error
         self._poll_s = poll_s
         self._loaded: Signature = None
+        self._complaint: tuple[Signature, str] | None = None
 
     def load(self) -> list[Endpoint]:
         """Read the file.
@@ -52,13 +53,16 @@ class FileDiscovery:
             ConfigError: it cannot be used; names every problem with its field path.
         """
         self._loaded, content = _read(self._path)
+        if len(content) > MAX_FILE_BYTES:
+            raise ConfigError(self._path, Problem("", "larger than 1 MiB"))
         return endpoints_from_file(content, self._path)
 
     async def run(self) -> None:
         """Follow the file until cancelled; return at once when it is not to be watched.
 
         A changed file is read once it has kept still for one poll, so that one half written is not taken
-        for a smaller pool. One that cannot be used is reported, and the endpoints stay as they are.
+        for a smaller pool. One that cannot be used is reported, and the endpoints stay as they are, until it
+        changes; one that cannot be read is tried again.
         """
         while self._watch:
             (seen,) = await changed(
@@ -67,17 +71,20 @@ class FileDiscovery:
             await self._reload(seen)
 
     async def _reload(self, seen: Signature) -> None:
-        # Reported once: a file that cannot be used is not read again until it changes.
-        self._loaded = seen
         try:
             endpoints = await asyncio.to_thread(self.load)
         except ConfigError as error:
-            self._on_error(f"{error}\nthe endpoints stay as they were")
+            complaint = seen, str(error)
+            if complaint != self._complaint:
+                self._on_error(f"{error}\nthe endpoints stay as they were")
+            self._complaint = complaint
         else:
+            self._complaint = None
             self._apply(endpoints)
 
 
 def _read(path: str) -> tuple[Signature, bytes]:
+    """At most a byte more than is taken."""
     try:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
@@ -85,8 +92,6 @@ def _read(path: str) -> tuple[Signature, bytes]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(path, Problem("", f"cannot be read: {reason}")) from None
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(path, Problem("", "larger than 1 MiB"))
     return signature_of(found), content
 
 

@@ -116,8 +116,7 @@ class GrpcioTransport:
             if stream.dropped:
                 self.counts.dropped(stream.dropped)
             call.close()
-            if not stream.finished:
-                stream.closed(error=code not in _ORDINARY)
+            stream.closed(error=code not in _ORDINARY)
 
 
 _ORDINARY = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)

@@ -126,11 +126,10 @@ class Process:
         self._counts.closed(code.name)
         if stream.dropped:
             self._counts.dropped(stream.dropped)
-        if not stream.finished:
-            try:
-                stream.closed(error=code not in _ORDINARY)
-            except Exception as error:  # is told; the other streams of the connection do not hear of it
-                failure(error)
+        try:
+            stream.closed(error=code not in _ORDINARY)
+        except Exception as error:  # is told; the other streams of the connection do not hear of it
+            failure(error)
 
     def _wake(self) -> None:
         """A late routing result was handled."""

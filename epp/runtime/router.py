@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from epp.director import Director, Need, NeedResult, Prepared, Refusal
+from epp.director import Director, Found, Need, NeedResult, Prepared, Refusal
 from epp.errors import InternalError, RequestError
 from epp.extproc.records import Refused, Routed, Scores
 from epp.kvcache.burst import BurstNeed
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 LONG_BODY_BYTES: Final = 256 << 10
 """Longer bodies take so long that they are looked at, read and placed in one turn of the loop each."""
+
+Work = Callable[[], Routed | Refused | None]
+"""A step of routing. None: the outcome is told later."""
 
 
 class Router:
@@ -55,6 +58,8 @@ class Router:
         self._tasks: set[asyncio.Task[None]] = set()
         # By the identity of the request, which the task that waits for them keeps.
         self._needs: dict[int, tuple[Need, ...]] = {}
+        # By their identity, too: nobody waits for the outcome of these, which is still to come.
+        self._gone: set[int] = set()
         self._turns = Turns(clock)
 
     def route(self, raw: RawRequest, deliver: Deliver) -> Routed | Refused | None:
@@ -63,18 +68,26 @@ class Router:
         """
         received_at = self._clock()
         if len(raw.body) > LONG_BODY_BYTES:
-            self._turns.wait(partial(self._look, raw, received_at, deliver))
+            self._later(raw, deliver, partial(self._look, raw, received_at, deliver))
             return None
         if not self._turns.free:
-            self._turns.wait(partial(self._route_late, raw, received_at, deliver))
+            self._later(raw, deliver, partial(self._route, raw, received_at, deliver))
             return None
         outcome = self._route(raw, received_at, deliver)
         self._turns.spent((self._clock() if outcome is None else outcome.at) - received_at)
         return outcome
 
-    def _route_late(self, raw: RawRequest, received_at: float, deliver: Deliver) -> None:
-        outcome = self._route(raw, received_at, deliver)
+    def _later(self, raw: RawRequest, deliver: Deliver, work: Work) -> None:
+        self._turns.wait(partial(self._tell, raw, deliver, work))
+
+    def _tell(self, raw: RawRequest, deliver: Deliver, work: Work) -> None:
+        """Tell what comes of the work, now. No fault of it leaves a client without an answer."""
+        try:
+            outcome = work()
+        except Exception:
+            outcome = self._broken(raw)
         if outcome is not None:
+            self._gone.discard(id(raw))
             deliver(outcome)
 
     def _route(self, raw: RawRequest, received_at: float, deliver: Deliver) -> Routed | Refused | None:
@@ -89,7 +102,7 @@ class Router:
             self._begin(self._route_large(raw, received_at, deliver))
         else:
             prepare = partial(self._director.prepare, raw, received_at)
-            self._turns.wait(partial(self._route_parsed, raw, prepare, deliver))
+            self._later(raw, deliver, partial(self._routed, raw, prepare, deliver))
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -109,19 +122,24 @@ class Router:
             self._begin(self._route_needing(raw, prepared, deliver))
             return None
         if len(raw.body) > LONG_BODY_BYTES:
-            self._turns.wait(lambda: deliver(self._place(raw, prepared)))
+            self._later(raw, deliver, partial(self._place, raw, prepared))
             return None
         return self._place(raw, prepared)
 
     async def _route_needing(self, raw: RawRequest, prepared: Prepared, deliver: Deliver) -> None:
         self._needs[id(raw)] = prepared.needs
         try:
-            results = await fulfil(prepared.needs, self._perform)
+            results = await fulfil(prepared.needs, partial(self._fulfil, raw))
         finally:
             del self._needs[id(raw)]
         prepared, results = await self._read_elsewhere(prepared, results)
         satisfied = partial(self._director.satisfied, prepared, results)
-        self._turns.do(lambda: self._route_parsed(raw, satisfied, deliver))
+        self._turns.do(partial(self._tell, raw, deliver, partial(self._routed, raw, satisfied, deliver)))
+
+    async def _fulfil(self, raw: RawRequest, need: Need) -> Found:
+        if isinstance(need, BurstNeed) and id(raw) in self._gone:
+            return need.held.place
+        return await self._perform(need)
 
     async def _read_elsewhere(
         self, prepared: Prepared, results: tuple[NeedResult, ...]
@@ -142,24 +160,20 @@ class Router:
                 left.append(result)
         return msgspec.structs.replace(prepared, request=request, needs=tuple(needs)), tuple(left)
 
-    def _route_parsed(self, raw: RawRequest, prepare: Callable[[], Prepared], deliver: Deliver) -> None:
-        outcome = self._routed(raw, prepare, deliver)
-        if outcome is not None:
-            deliver(outcome)
-
     async def _route_large(self, raw: RawRequest, received_at: float, deliver: Deliver) -> None:
         try:
             parsed = await self.decoder.parse(raw)
         except RequestError as error:
-            deliver(self._refuse(raw, None, error))
+            self._tell(raw, deliver, partial(self._refuse, raw, None, error))
         except Exception:
-            deliver(self._broken(raw))
+            self._tell(raw, deliver, partial(self._broken, raw))
         else:
             prepare = partial(self._director.prepare_parsed, raw, parsed, received_at)
-            self._turns.do(lambda: self._route_parsed(raw, prepare, deliver))
+            self._turns.do(partial(self._tell, raw, deliver, partial(self._routed, raw, prepare, deliver)))
 
     def gone(self, raw: RawRequest) -> None:
-        """See `Routes.gone`."""
+        """See `Routes.gone`. It leaves the window that it is held in, and is held in none from now on."""
+        self._gone.add(id(raw))
         for need in self._needs.get(id(raw), ()):
             if isinstance(need, BurstNeed):
                 need.held.leave()

@@ -130,14 +130,15 @@ class Stream:
         return self._exchange.deciding
 
     def closed(self, *, error: bool = False) -> None:
-        """The proxy's side is over, however it ended: `error` when it broke. To be called once, last."""
+        """The stream is over, however it ended: `error` when it broke. Called once, last, for each stream."""
         now = self._clock()
         if self._durations is not None:
             self._durations.observe(now - self._opened_at)
         if self._awaited is not None:
             self._routes.gone(self._awaited)
             self._awaited = None
-        self._take(Closed(now, error))
+        if not self.finished:
+            self._take(Closed(now, error))
 
     def _deliver(self, outcome: Routed | Refused) -> None:
         self._awaited = None

@@ -4,8 +4,9 @@ import asyncio
 import os
 from collections.abc import Sequence
 
-# Device, inode, time of change in ns, size: differs after an edit, a rename and a swapped symlink.
-# None: there is no such file.
+# Device, inode, time of change in ns, size: differs after an edit, a rename and a swapped symlink; after
+# new permissions, too, with which a file may be read that could not be. The time is not the content's, which
+# whoever writes it can put back (`cp -p`, `touch -r`). None: there is no such file.
 Signature = tuple[int, int, int, int] | None
 
 
@@ -19,7 +20,7 @@ def signature(path: str | os.PathLike[str]) -> Signature:
 
 def signature_of(found: os.stat_result) -> Signature:
     """The same, of a file already looked up."""
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+    return found.st_dev, found.st_ino, found.st_ctime_ns, found.st_size
 
 
 async def changed(

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import errno
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from epp.errors import ConfigError
 from epp.runtime.kube import api as api_module
-from epp.runtime.kube.access import Access, of_kubeconfig, proxy_of
+from epp.runtime.kube.access import Access, in_cluster, of_kubeconfig, proxy_of
 from epp.runtime.kube.api import UNREACHED, KubeApi, KubeError, lines
 
 BOTH = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
@@ -272,6 +273,31 @@ async def test_a_token_that_is_gone_for_a_moment_is_kept(tmp_path: Path) -> None
         (pod.folder / "token").unlink()
         await api.get("/api")
         assert set(server.shown) == {"Bearer first"}
+
+
+async def test_an_authority_that_could_not_be_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a moment; nothing of its file changes when that is over."""
+
+    def too_many(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
+    pod = Pod(tmp_path / "account", old.ca)
+    environment = {"KUBERNETES_SERVICE_HOST": "::1", "KUBERNETES_SERVICE_PORT": "443"}
+    access = await in_cluster(environment, str(pod.folder))
+    before = access.tls()
+    pod.put("second", new.ca)
+    with monkeypatch.context() as patch:
+        patch.setattr("epp.runtime.kube.access.open", too_many, raising=False)
+        patch.setattr("epp.runtime.kube.access.RESTClientObject", too_many)
+        assert access.tls() is access.tls() is before
+    after = access.tls()
+    assert [str(names["subject"]) for names in after.get_ca_certs()] == [
+        str(((("commonName", "authority new"),),))
+    ]
+    assert access.tls() is after
 
 
 @pytest.mark.parametrize("missing", ["token", "ca.crt"])

@@ -1,13 +1,18 @@
 """The endpoints file followed on a real file system."""
 
 import asyncio
+import errno
 import os
+import stat
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from epp.pool.records import Endpoint
-from epp.runtime.discovery import FileDiscovery
+from epp.runtime.discovery import MAX_FILE_BYTES, FileDiscovery
 
 
 def pool(*ports: int) -> str:
@@ -69,15 +74,34 @@ async def test_a_swapped_config_map_link_is_followed(tmp_path: Path) -> None:
     assert heard.errors == []
 
 
-async def test_a_broken_file_keeps_the_pool_and_is_reported_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("endpoints: [{name: a}]", "$.endpoints[0].address: is missing"),
+        ("#" * (MAX_FILE_BYTES + 1), "larger than 1 MiB"),
+        ("{", "neither YAML nor JSON"),
+    ],
+    ids=["wrong", "large", "broken"],
+)
+async def test_a_broken_file_keeps_the_pool_and_is_read_and_reported_once(
+    content: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[str] = []
+
+    def counted(path: str, mode: str) -> Any:
+        reads.append(path)
+        return open(path, mode)
+
+    monkeypatch.setattr("epp.runtime.discovery.open", counted, raising=False)
     path = tmp_path / "pool.yaml"
     path.write_text(pool(1))
     async with watching(path, [1]) as heard:
-        path.write_text("endpoints: [{name: a}]")
+        path.write_text(content)
         await until(lambda: len(heard.errors) == 1)
         await asyncio.sleep(0.2)
         assert len(heard.errors) == 1
-        assert f"{path}: $.endpoints[0].address: is missing" in heard.errors[0]
+        assert len(reads) == 2, "at the start, and once more"
+        assert f"{path}: {said}" in heard.errors[0]
         assert heard.errors[0].endswith("the endpoints stay as they were")
         assert heard.pools == []
         path.write_text(pool(4))
@@ -93,6 +117,54 @@ async def test_a_missing_file_keeps_the_pool_until_it_is_back(tmp_path: Path) ->
         assert "No such file" in heard.errors[0]
         path.write_text(pool(1, 5))
         await until(lambda: heard.pools == [[1, 5]])
+
+
+async def test_a_file_that_can_be_read_again_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def guarded(path: str, mode: str) -> Any:
+        """As it is for who is not root."""
+        if not os.stat(path).st_mode & stat.S_IRUSR:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return open(path, mode)
+
+    monkeypatch.setattr("epp.runtime.discovery.open", guarded, raising=False)
+    path = tmp_path / "pool.yaml"
+    path.write_text(pool(1))
+    async with watching(path, [1]) as heard:
+        times = path.stat()
+        path.chmod(0)
+        path.write_text(pool(2))
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        await until(lambda: len(heard.errors) == 1)
+        assert "cannot be read: Permission denied" in heard.errors[0]
+        assert heard.pools == []
+        path.chmod(0o400)
+        await until(lambda: heard.pools == [[2]])
+    assert len(heard.errors) == 1
+
+
+async def test_a_file_that_could_not_be_read_for_a_moment_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it changes when that is over."""
+    tries: list[str] = []
+
+    def too_many(path: str, mode: str) -> Any:
+        tries.append(path)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    path = tmp_path / "pool.yaml"
+    path.write_text(pool(1))
+    async with watching(path, [1]) as heard:
+        with monkeypatch.context() as patch:
+            patch.setattr("epp.runtime.discovery.open", too_many, raising=False)
+            path.write_text(pool(1, 2))
+            await until(lambda: len(tries) == 3)
+            assert len(heard.errors) == 1
+            assert "cannot be read: Too many open files" in heard.errors[0]
+        await until(lambda: heard.pools == [[1, 2]])
+        await asyncio.sleep(0.1)
+    assert heard.pools == [[1, 2]]
+    assert len(heard.errors) == 1
 
 
 async def test_a_file_half_written_is_not_taken_for_a_smaller_pool(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from threading import Event, Thread
 
 import pytest
 
@@ -68,6 +70,90 @@ async def test_a_loop_that_stands_still_is_told_and_so_is_its_going_on(
     ]
 
 
+class Beats:
+    """In place of the thread's pauses: what happens between its beats; the thread ends after the last."""
+
+    def __init__(self, pulse: Pulse, between: list[Callable[[], None]]) -> None:
+        self.pulse = pulse
+        self.left = iter(between)
+        self.waits: list[float] = []
+
+    def wait(self, beat_s: float) -> bool:
+        self.waits.append(beat_s)
+        happens = next(self.left, None)
+        if happens is None:
+            return True
+        happens()
+        return False
+
+
+async def test_how_many_beats_it_takes() -> None:
+    """As the documentation has it: about 5 s, then about 30 s."""
+    health, told = ready()
+    heard: list[tuple[int, int]] = []
+    beating = Pulse(health)
+
+    def beat() -> None:
+        heard.append((len(told.readiness), len(told.liveness)))
+
+    def answered() -> None:
+        beating._answer()
+        beat()
+
+    between = [beat, *[answered] * 3, *[beat] * 40, answered, *[beat] * 4, *[answered] * 2]
+    beats = Beats(beating, between)
+    beating._end = beats  # type: ignore[assignment]
+    beating._run()
+    assert set(beats.waits) == {1.0}
+    # The question is asked in the first beat, and again in each that finds an answer.
+    quiet, still = 4, 40
+    assert heard == [
+        *[(1, 1)] * (quiet + 5),
+        *[(2, 1)] * 25,
+        *[(2, 2)] * (still - 30 + 1),
+        *[(3, 3)] * 6,
+    ]
+    assert (told.readiness, told.liveness) == ([SERVING, NOT_SERVING, SERVING],) * 2
+
+
+class Unread(logging.Handler):
+    """A log that blocks who writes to it, until it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        assert self.read.wait(DEADLINE_S)
+
+
+async def test_a_loop_that_waits_for_the_log_is_told_too(caplog: pytest.LogCaptureFixture) -> None:
+    health, told = ready()
+    unread, log = Unread(), logging.getLogger("epp")
+
+    def read_when_told() -> None:
+        with suppress(AssertionError):
+            told.stand_still_until(lambda: told.liveness[-1] == NOT_SERVING)
+        unread.read.set()
+
+    reader = Thread(target=read_when_told)
+    log.addHandler(unread)
+    try:
+        with Pulse(health, BEAT_S):
+            reader.start()
+            log.error("nobody reads this")
+            await told.until(lambda: told.readiness[-1] == SERVING)
+    finally:
+        log.removeHandler(unread)
+        reader.join()
+    assert told.readiness == told.liveness == [SERVING, NOT_SERVING, SERVING]
+    assert [record.message for record in caplog.records if record.name == "epp.runtime.pulse"] == [
+        "the event loop stands still",
+        "the event loop stands still",
+        "the event loop turns again",
+    ]
+
+
 async def test_stops_shorter_than_that_are_nobodys_business(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulse, "STALLED_BEATS", 10_000)
     health, told = ready()
@@ -83,6 +169,7 @@ async def test_it_ends_with_its_owner_also_while_the_loop_stands_still() -> None
     with Pulse(health, BEAT_S) as beating:
         told.stand_still_until(lambda: told.readiness[-1] == NOT_SERVING)
     assert not beating._thread.is_alive()
+    assert not beating._writer.is_alive()
 
 
 async def test_draining_and_an_unknown_pool_are_not_forgotten_when_it_goes_on() -> None:

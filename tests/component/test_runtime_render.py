@@ -521,11 +521,11 @@ def test_planted_a_router_that_places_without_waiting(monkeypatch: pytest.Monkey
 
 
 def test_planted_an_outcome_that_reaches_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(self: Router, raw: Any, prepare: Any, deliver: Any) -> None:
-        self._routed(raw, prepare, deliver)
+    def lost(self: Router, raw: Any, deliver: Any, work: Any) -> None:
+        work()
         deliver(self._broken(raw))
 
-    monkeypatch.setattr(Router, "_route_parsed", lost)
+    monkeypatch.setattr(Router, "_tell", lost)
     with pytest.raises(AssertionError):
         assert not any(asyncio.run(gone_while_waiting()).values())
 

@@ -4,11 +4,14 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import uvloop
 
+from epp.config.load import load_config
+from epp.errors import PayloadTooLarge
 from epp.runtime import router as router_module
 from epp.runtime import turns as turns_module
 from epp.runtime.app import App
@@ -301,6 +304,12 @@ async def test_who_is_in_the_queue_when_the_picker_ends_holds_nothing(app: App) 
     assert not any(runtime.left_over(app).values())
 
 
+OTHER = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins: [{type: queue-scorer}, {type: max-score-picker}]
+"""
+
 # -- long bodies ------------------------------------------------------------------------------------
 
 
@@ -359,6 +368,34 @@ async def test_a_long_body_that_cannot_be_read_is_refused(app: App) -> None:
     assert not any(runtime.left_over(app).values())
 
 
+def broken(*_: Any, **__: Any) -> None:
+    raise ZeroDivisionError("planted")
+
+
+@pytest.mark.parametrize("size", [100, 300_000])
+@pytest.mark.parametrize("step", ["is_large", "prepare", "traffic", "submit"])
+async def test_whatever_breaks_in_a_later_turn_the_client_is_answered(
+    step: str, size: int, app: App, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, asked = Asked(app), Asked(app)
+    first.ask()
+    owner, name = {
+        "is_large": (router_module, "is_large"),
+        "prepare": (app.director, "prepare"),
+        "traffic": (app.router, "_traffic"),
+        "submit": (app.director, "submit"),
+    }[step]
+    monkeypatch.setattr(owner, name, broken)
+    asked.ask(runtime.chat("x" * size))
+    await turn_comes(lambda: asked.woken == 1)
+    assert [runtime.refusal(message)[0] for message in asked.stream.outbox] == [500]
+    assert asked.stream.finished
+    (said,) = [record for record in caplog.records if record.message == "request failed"]
+    assert vars(said)["path"] == "/v1/chat/completions"
+    first.answer()
+    assert not any(runtime.left_over(app).values())
+
+
 @pytest.mark.parametrize("turns", range(6))
 async def test_who_leaves_between_the_turns_of_a_long_body_leaves_nothing(app: App, turns: int) -> None:
     asked = Asked(app)
@@ -369,12 +406,64 @@ async def test_who_leaves_between_the_turns_of_a_long_body_leaves_nothing(app: A
     for _ in range(10):
         await asyncio.sleep(0)
     assert asked.stream.finished
+    assert app.router._gone == set()
     assert not any(runtime.left_over(app).values())
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_who_is_refused_between_the_turns_of_a_long_body_leaves_nothing(app: App, turns: int) -> None:
+    """The transport had to, for a message that came meanwhile."""
+    asked = Asked(app)
+    asked.ask(runtime.chat("x" * 300_000))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    asked.stream.refuse(PayloadTooLarge("larger than messages may be"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert asked.stream.finished
+    assert asked.kinds[-1] == "immediate_response"
+    assert not any(runtime.left_over(app).values())
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_configuration_that_comes_between_the_turns_of_a_long_body(app: App, turns: int) -> None:
+    """What comes after it goes by the new one, and the one before is let go of."""
+    asked = Asked(app)
+    asked.ask(runtime.chat("x" * 300_000))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    placed = app.director.in_flight
+    before = app.running.plugins
+    app.use(load_config(OTHER, "config.yaml"))
+    await turn_comes(lambda: asked.woken == 1)
+    assert app.director.follows(before) == bool(placed)
+    assert app.director.follows(app.running.plugins) != bool(placed)
+    asked.answer()
+    app.running.release(app.director)
+    assert app.running._retired == []
+    assert not any(runtime.left_over(app).values())
+
+
+async def test_those_with_long_bodies_keep_their_order_and_let_short_ones_by(app: App) -> None:
+    first = Asked(app)
+    first.ask()
+    long = [Asked(app) for _ in range(3)]
+    for request in long:
+        request.ask(runtime.chat("x" * 300_000))
+    short = Asked(app)
+    short.ask()
+    order: list[int] = []
+    waiting = [*long, short]
+    while len(order) < len(waiting):
+        await asyncio.sleep(0)
+        order += [number for number, one in enumerate(waiting) if one.woken and number not in order]
+    assert order == [3, 0, 1, 2]
 
 
 def looks_and_reads(router: Router, raw: Any, received_at: float, deliver: Any) -> None:
     router_module.is_large(raw)
-    router._route_parsed(raw, lambda: router._director.prepare(raw, received_at), deliver)
+    prepare = partial(router._director.prepare, raw, received_at)
+    router._tell(raw, deliver, partial(router._routed, raw, prepare, deliver))
 
 
 def at_once(router: Router, raw: Any, deliver: Any) -> Any:

@@ -184,6 +184,30 @@ async def test_a_client_that_goes_leaves_the_window(transport: str, timers: Time
         assert failures(line.app) == 0
 
 
+@pytest.mark.parametrize("size", [10, 300_000])
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_client_that_goes_before_it_is_held_comes_into_no_window(
+    turns: int, size: int, timers: Timers
+) -> None:
+    app = runtime.picker(config=config())
+    stream = app.stream(lambda: None)
+    for message in (runtime.request_headers(), *runtime.request_body(runtime.chat("x" * size))):
+        stream.received(message)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    stream.closed()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    windows: Any = app.router._perform
+    assert [window.held for window in windows.open] == [{}] * len(windows.open)
+    assert len(windows.open) == len(timers.set) <= (turns > 1)
+    if timers.set:
+        timers.run_out()
+    await wire.until(lambda: not app.router._tasks, "it goes on")
+    assert (app.router._needs, app.router._gone) == ({}, set())
+    assert not any(runtime.left_over(app).values())
+
+
 async def test_a_full_window_is_not_waited_for(timers: Timers, caplog: pytest.LogCaptureFixture) -> None:
     async with picking(parameters="maxBatchSize: 2") as line:
         waiting = await line.send("one", "one")
@@ -245,7 +269,9 @@ async def test_what_waits_is_given_up_at_the_end(timers: Timers) -> None:
     async with picking() as line:
         await line.send("one", "one")
         line.app.router.close()
-        await wire.until(lambda: not line.app.router._tasks, "given up")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not line.app.router._tasks, "given up, not late"
         assert line.waiting == 0
         timers.run_out()
 
@@ -391,6 +417,36 @@ async def waits_for_nobody(self: Windows, need: BurstNeed) -> Any:
 
 def stays(self: Router, raw: Any) -> None:
     return None
+
+
+def leaves_what_it_is_in(self: Router, raw: Any) -> None:
+    """And comes into the next."""
+    for need in self._needs.get(id(raw), ()):
+        if isinstance(need, BurstNeed):
+            need.held.leave()
+
+
+async def enters_all_the_same(self: Router, raw: Any, need: BurstNeed) -> Any:
+    return await self._perform(need)
+
+
+def never_forgets(self: Router, raw: Any, deliver: Any, work: Any) -> None:
+    outcome = work()
+    if outcome is not None:
+        deliver(outcome)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("gone", leaves_what_it_is_in), ("_fulfil", enters_all_the_same), ("_tell", never_forgets)],
+)
+async def test_planted_faults_with_those_who_are_gone_are_caught(
+    name: str, fault: Any, timers: Timers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "DEADLINE_S", 0.3)
+    monkeypatch.setattr(Router, name, fault)
+    with pytest.raises((AssertionError, TimeoutError)):
+        await test_a_client_that_goes_before_it_is_held_comes_into_no_window(0, 10, timers)
 
 
 @pytest.mark.parametrize(

@@ -158,12 +158,15 @@ async def test_a_client_that_leaves_while_its_large_body_is_read(name: str) -> N
         warm = await picker.send(runtime.request_headers(), *runtime.request_body(body))
         await wire.read(warm)
         await picker.child(signal.SIGSTOP)
-        calls = [await picker.send(runtime.request_headers(), *runtime.request_body(body)) for _ in range(3)]
-        await wire.until(lambda: picker.app.budget.used >= 3 * len(body), "all bodies are held")
-        for call in (warm, *calls):
-            call.cancel()
-        await picker.over()
-        await picker.child(signal.SIGCONT)
+        try:
+            asked = runtime.request_headers(), *runtime.request_body(body)
+            calls = [await picker.send(*asked) for _ in range(3)]
+            await wire.until(lambda: picker.app.budget.used >= 3 * len(body), "all bodies are held")
+            for call in (warm, *calls):
+                call.cancel()
+            await picker.over()
+        finally:  # else it stays for ever, and this process waits for it
+            await picker.child(signal.SIGCONT)
         # The placements come after their streams have ended, and are given back at once.
         await wire.until(lambda: runtime.sample(picker.app, "request_total") == 4, "late placements")
         await picker.over()

@@ -39,7 +39,7 @@ class Placed:
 Event = tuple[str, float, int]
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(("placed", "refused", "unread", "first", "ended", "failed", "cut")),
+        st.sampled_from(("placed", "refused", "unread", "first", "error", "ended", "failed", "cut")),
         st.floats(0, 7, allow_nan=False),
         st.integers(1, 5000),
     ),
@@ -54,7 +54,7 @@ def feed(window: Any, events: list[Event]) -> tuple[float, list[Event]]:
         at += wait_s
         timed.append((kind, at, tokens))
         asked: Any = Asked(tokens, at - 0.25)
-        ticket: Any = Placed(at - 2.0, 500 if kind == "failed" else 200)
+        ticket: Any = Placed(at - 2.0, 400 if kind in ("failed", "error") else 399)
         cause = Cause.CLIENT_DISCONNECT if kind == "cut" else Cause.NATURAL
         match kind:
             case "placed":
@@ -63,7 +63,7 @@ def feed(window: Any, events: list[Event]) -> tuple[float, list[Event]]:
                 window.refused(asked, at)
             case "unread":
                 window.refused(None, at)
-            case "first":
+            case "first" | "error":
                 window.first_token(asked, ticket, at)
             case _:
                 gaps = Gaps((0, tokens, *[0] * 14), 0.004 * tokens)
@@ -133,6 +133,7 @@ SHOWN: list[Event] = [
     ("placed", 0.0, 10),
     ("refused", 35.0, 10),
     ("first", 1.0, 10),
+    ("error", 0.0, 10),
     ("ended", 0.5, 40),
     ("failed", 0.5, 40),
 ]
@@ -160,7 +161,13 @@ class FailuresAreFast(SignalWindow):
         super().ended(ticket, fact, now)
 
 
-@pytest.mark.parametrize("faulty", [Forgets, Keeps, CountsUnread, FailuresAreFast])
+class ErrorsAreFast(SignalWindow):
+    def first_token(self, prepared: Any, ticket: Any, now: float) -> None:
+        ticket.status = 200
+        super().first_token(prepared, ticket, now)
+
+
+@pytest.mark.parametrize("faulty", [Forgets, Keeps, CountsUnread, FailuresAreFast, ErrorsAreFast])
 def test_planted_faults_of_the_window_are_noticed(faulty: type[SignalWindow]) -> None:
     events = [*SHOWN, ("unread", 0.1, 1)]
     for window, right in ((SignalWindow(), True), (faulty(), False)):
@@ -303,3 +310,8 @@ def test_a_record_is_read_back_and_another_version_is_refused() -> None:
     for broken in (b"", b"{}", b"[]", b'{"version": 1}'):
         with pytest.raises(ValueError, match=r"."):
             decode(broken)
+
+
+@pytest.mark.parametrize("age_s", [0.0, 0.5, 40.0])
+def test_an_endpoint_is_as_old_as_its_last_figures(age_s: float) -> None:
+    assert [endpoint.age_s for endpoint in read(SignalWindow(), age_s).endpoints] == [age_s]

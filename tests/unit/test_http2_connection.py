@@ -80,6 +80,12 @@ def depends_on_itself(peer: Wire, open_id: int) -> bytes:
     return wire.frame(wire.HEADERS, flags, stream_id, payload)
 
 
+def trailers_that_depend_on_it(peer: Wire, open_id: int) -> bytes:
+    payload = struct.pack(">IB", open_id, 7) + peer.block([("x-sum", "1")])
+    flags = wire.END_HEADERS | wire.END_STREAM | wire.WITH_PRIORITY
+    return wire.frame(wire.HEADERS, flags, open_id, payload)
+
+
 def priority_of_itself(peer: Wire, open_id: int) -> bytes:
     return wire.frame(wire.PRIORITY, 0, open_id, struct.pack(">IB", open_id, 7))
 
@@ -196,6 +202,7 @@ STREAM_FAULTS: dict[str, tuple[Said, int]] = {
     "6.9 WINDOW_UPDATE by nothing on a stream": (increment(0, stream=None), PROTOCOL),
     "6.9.1 a stream's window above 2^31-1": (increment(MOST, stream=None), FLOW_CONTROL),
     "6.9.1 DATA beyond the stream's window": (beyond_window, FLOW_CONTROL),
+    "5.3.1 trailers that depend on their own stream": (trailers_that_depend_on_it, PROTOCOL),
     "8.1 trailers that do not end the stream": (trailers(("x-sum", "1"), end=False), PROTOCOL),
     "8.1 trailers with a pseudo-header": (trailers((":path", "/")), PROTOCOL),
     "8.1.1 more DATA than content-length": (with_length(4, wire.message()), PROTOCOL),

@@ -361,7 +361,9 @@ def check_drain(*, answers: bool) -> None:
     if answers:
         peer.say(wire.frame(wire.PING, wire.ACK, 0, ping))
     else:
-        peer.pass_time(3.0, alive=False)
+        peer.pass_time(1.5, alive=False)
+        assert last_ids(peer) == [UNBOUNDED], "it may not have read of it"
+        peer.pass_time(1.5, alive=False)
     assert last_ids(peer) == [UNBOUNDED, meanwhile]
     after = peer.open()
     assert peer.replies[after].reset == REFUSED
@@ -440,6 +442,12 @@ def test_a_door_that_stays_open_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Control, "_close_door", lambda control: None)
     with pytest.raises(AssertionError):
         check_drain(answers=True)
+
+
+def test_a_door_that_is_closed_at_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Control, "tick", lambda control, now: control._close_door())
+    with pytest.raises(AssertionError):
+        check_drain(answers=False)
 
 
 def test_a_stream_that_is_given_up_silently_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

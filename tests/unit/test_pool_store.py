@@ -5,7 +5,7 @@ import pytest
 
 from epp.pool.metrics_page import NO_LORA, EngineSample, LoraSample
 from epp.pool.records import Endpoint, LoadReport
-from epp.pool.store import PoolStore
+from epp.pool.store import _COLUMNS, PoolStore
 
 FULL = EngineSample(
     waiting=3.0,
@@ -55,6 +55,68 @@ def test_the_pool_grows_and_keeps_what_is_known() -> None:
     assert (view.waiting[0], view.cache_tokens[0], view.hit_tokens[0]) == (3.0, 1600, 10.0)
     assert np.isnan(view.hit_tokens[1:]).all()
     assert len(set(view.identity[:300].tolist())) == 300
+
+
+LORA = LoraSample(frozenset({"a", "b"}), frozenset({"c"}), 4)
+MEMBERS = 12
+
+
+def seen_of(store: PoolStore, slots: int) -> list[object]:
+    """All that the view tells of the first slots."""
+    view = store.view
+    told: list[object] = [getattr(view, name)[:slots].tolist() for name, _, _ in _COLUMNS]
+    masks = (view.models, view.adapters.running, view.adapters.waiting) if view.adapters else (view.models,)
+    told += [{name: mask[:slots].tolist() for name, mask in named.items()} for named in masks]
+    told += [column[:slots].tolist() for column in view.attributes.values()]
+    if view.adapters is not None:
+        told += [view.adapters.count[:slots].tolist(), view.adapters.most[:slots].tolist()]
+    return [repr(each) for each in told]  # nan is not nan
+
+
+def story(grows: type[PoolStore], members: int) -> list[list[object]]:
+    """What is seen of twelve endpoints, something else being told of each, when so many more join."""
+    store = grows(staleness_s=2.0)
+    store.add_attributes(("key",))
+    store.sync([endpoint(n) for n in range(MEMBERS)], 0.0)
+    for slot in range(MEMBERS):
+        store.sampled(slot, FULL, 0.0)
+    store.reported(1, LoadReport(waiting=9.0, attributes={"key": 2.0}), 0.5)
+    store.sampled(2, EngineSample(waiting=1.0, lora=LORA), 1.0)
+    store.listed_models(3, frozenset({"m"}))
+    store.failed(4, refused=True, now=1.0)
+    for slot in (5, 6):
+        for _ in range(3):
+            store.failed(slot, refused=False, now=1.0)
+    store.answering(6, 1.0)
+    store.failed(7, refused=False, now=1.0)
+    store.sync([endpoint(n) for n in range(MEMBERS + members)], 1.0)
+    seen = [seen_of(store, MEMBERS)]
+    for now in (1.5, 2.2, 2.8, 3.5, 7.0):
+        store.sampled(0, EngineSample(running=5.0), now)
+        store.failed(7, refused=False, now=now)
+        store.refresh(now, 0.2)
+        seen.append(seen_of(store, MEMBERS))
+    return seen
+
+
+def check_a_pool_that_grows(grows: type[PoolStore]) -> None:
+    """What is known of the members is as in one whose pool stays small."""
+    assert story(grows, 100) == story(PoolStore, 1)
+
+
+def test_a_pool_that_grows_forgets_nothing() -> None:
+    check_a_pool_that_grows(PoolStore)
+
+
+@pytest.mark.parametrize("lost", ["_refused", "_failures", "_answered_at", "_told_at", "_beside"])
+def test_whatever_is_lost_when_a_pool_grows_is_noticed(lost: str) -> None:
+    class Loses(PoolStore):
+        def _grow(self) -> None:
+            super()._grow()
+            setattr(self, lost, np.roll(getattr(self, lost), 1, axis=-1))
+
+    with pytest.raises(AssertionError):
+        check_a_pool_that_grows(Loses)
 
 
 def test_a_new_label_or_name_keeps_slot_and_facts() -> None:

@@ -55,6 +55,13 @@ def test_json_loads_as_yaml_does() -> None:
     assert endpoints_from_file(one().encode(), "pool.json")[0].host_port == "10.0.0.1:8000"
 
 
+@pytest.mark.parametrize("port", [1, 80, 9999, 10_000, 65_535])
+def test_a_port_is_a_number_or_its_digits(port: int) -> None:
+    for written in (port, str(port)):
+        assert endpoints_from_file(one(port=written).encode(), "f")[0].port == port
+    assert endpoints_from_flags([f"10.0.0.1:{port}"])[0].port == port
+
+
 def test_several_ports_are_ranks() -> None:
     found = endpoints_from_file(one(port="absent", ports=["8000", 8001]).encode(), "f")
     assert [(e.name, e.host_port, e.uid) for e in found] == [

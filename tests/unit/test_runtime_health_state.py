@@ -3,9 +3,10 @@
 import threading
 from collections.abc import Callable
 from itertools import groupby
+from typing import Final
 
 import pytest
-from hypothesis import find, given, settings
+from hypothesis import Phase, example, find, given, settings
 from hypothesis import strategies as st
 
 from epp.runtime.health import Health
@@ -24,6 +25,7 @@ STEPS = st.lists(
         st.sampled_from(("draining", "end_watches", "leave")),
         st.tuples(st.just("watch"), st.sampled_from(NAMES)),
         st.tuples(st.sampled_from(("pool_known", "leads")), st.booleans()),
+        st.sampled_from((("loop", "turns"), ("loop", "stalled"), ("loop", "stuck"))),
     ),
     max_size=12,
 )
@@ -47,9 +49,11 @@ def heard(health: Health, steps: Steps) -> list[tuple[list[int | None], int]]:
                 left += 1
             case "leave":
                 pass
+            case ("loop", how):
+                health.loop_turns(stalled=how != "turns", stuck=how == "stuck")
             case (change, bool(value)):
                 getattr(health, change)(value)
-            case change:
+            case str(change):
                 getattr(health, change)()
         counts.append(health.watches)
     return [(each, count) for each, count in zip([*told, *[[]] * len(counts)], counts, strict=False)]
@@ -59,6 +63,7 @@ def expected(steps: Steps, *, leader_only: bool) -> list[tuple[list[int | None],
     """The same from the rules: a watcher hears the status at each step of its life, without repeats."""
     lives: list[tuple[str, list[int | None]]] = []
     known = draining = ended = False
+    loop: str | bool = "turns"
     leads = not leader_only
     open_: list[int] = []
     oldest = 0
@@ -72,6 +77,8 @@ def expected(steps: Steps, *, leader_only: bool) -> list[tuple[list[int | None],
                 known = value
             case ("leads", bool(value)):
                 leads = value or not leader_only
+            case ("loop", how):
+                loop = how
             case "draining":
                 draining = True
             case "end_watches":
@@ -81,8 +88,9 @@ def expected(steps: Steps, *, leader_only: bool) -> list[tuple[list[int | None],
                 oldest += 1
         for each in open_:
             service, statuses = lives[each]
-            ready = SERVING if known and leads and not draining else NOT_SERVING
-            statuses.append({"liveness": SERVING}.get(service, ready if service in READY_NAMES else UNKNOWN))
+            ready = SERVING if known and leads and loop == "turns" and not draining else NOT_SERVING
+            live = NOT_SERVING if loop == "stuck" else SERVING
+            statuses.append({"liveness": live}.get(service, ready if service in READY_NAMES else UNKNOWN))
             if ended:
                 statuses.append(None)
         if ended:
@@ -92,7 +100,16 @@ def expected(steps: Steps, *, leader_only: bool) -> list[tuple[list[int | None],
     return [(each, count) for each, count in zip([*told, *[[]] * len(counts)], counts, strict=False)]
 
 
+READY: Final[Steps] = [("pool_known", True), ("watch", "readiness"), ("watch", "liveness")]
+
+
 @settings(max_examples=300)
+@example([*READY, "draining"], False)
+@example([*READY, "end_watches"], False)
+@example([*READY, ("pool_known", False)], False)
+@example([*READY, ("leads", True)], True)
+@example([*READY, ("loop", "stalled")], False)
+@example([*READY, ("loop", "stuck"), ("loop", "turns")], False)
 @given(STEPS, st.booleans())
 def test_every_watcher_hears_each_change_once_and_in_order(steps: Steps, leader_only: bool) -> None:
     assert heard(Health(leader_only=leader_only), steps) == expected(steps, leader_only=leader_only)
@@ -143,6 +160,21 @@ class AsksAllToLead(Health):
         super().leads(leads)
 
 
+class NeverStuck(Health):
+    def loop_turns(self, *, stalled: bool, stuck: bool) -> None:
+        super().loop_turns(stalled=stalled, stuck=False)
+
+
+class StuckAtOnce(Health):
+    def loop_turns(self, *, stalled: bool, stuck: bool) -> None:
+        super().loop_turns(stalled=stalled, stuck=stalled)
+
+
+class StallsForEver(Health):
+    def loop_turns(self, *, stalled: bool, stuck: bool) -> None:
+        super().loop_turns(stalled=stalled or self._stalled, stuck=stuck)
+
+
 class AlwaysServes(Health):
     def __init__(self, *, leader_only: bool = False) -> None:
         super().__init__()
@@ -157,6 +189,9 @@ class AlwaysServes(Health):
         LeadsForEver,
         AsksAllToLead,
         AlwaysServes,
+        NeverStuck,
+        StuckAtOnce,
+        StallsForEver,
         KeepsThoseWhoLeft,
         EndsOnlyOpenWatches,
         EndsWithoutTheLastStatus,
@@ -164,9 +199,9 @@ class AlwaysServes(Health):
 )
 def test_the_property_sees_a_fault(fault: type[Health]) -> None:
     find(
-        st.tuples(STEPS, st.booleans()),
+        st.tuples(STEPS.map(lambda steps: [*READY, *steps]), st.booleans()),
         lambda case: heard(fault(leader_only=case[1]), case[0]) != expected(case[0], leader_only=case[1]),
-        settings=settings(max_examples=2000),
+        settings=settings(max_examples=2000, phases=(Phase.generate,)),
     )
 
 

@@ -129,9 +129,10 @@ class _Certificates:
         """Made anew after a change, as long as that can be used."""
         seen = tuple(map(signature, self._paths))
         if seen != self._seen:
-            self._seen = seen
             # With each new token all files of a service account are made anew, mostly with what they held.
             held = self._contents()
+            if len(held) == len(self._paths):  # else again next time: too many files may have been open
+                self._seen = seen
             if held != self._held:
                 self._held = held
                 with contextlib.suppress(ConfigError):
