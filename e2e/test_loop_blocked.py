@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 def blockable(folder: Path) -> Picker:
-    picker = Picker(folder, [(HOST, 1)])
+    picker = Picker(folder, [(HOST, 1)], flags=["--drain-timeout=0s"])
     before, after = picker.child.command[:1], picker.child.command[3:]
     picker.child.command = [*before, "-c", BLOCKING, *after]
     return picker
