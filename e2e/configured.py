@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from prometheus_client.samples import Sample
 from e2e.backends import PAGE, Backend, Seen
 from e2e.pages import FLAGS, complaints, has_ready, settled, until
 from epp import names
-from epp.lab.envoy import EnvoyProcess, envoy_config
+from epp.lab.envoy import Address, EnvoyProcess, envoy_config
 from epp.lab.stack import HOST, Picker, free_ports
 
 WAITING = 50.0
@@ -128,31 +128,39 @@ CLIENT_MODEL = "our-model"
 
 
 @asynccontextmanager
-async def configured(
-    config: str, engines: Sequence[Backend], folder: Path, envoy: Path, *flags: str
-) -> AsyncIterator[Configured]:
-    """`config`: has `%s` where the path of the file with the endpoints belongs.
+async def behind_envoy(
+    picker: Picker, engines: Sequence[Address], envoy: Path, edits: Mapping[str, str] | None = None
+) -> AsyncIterator[int]:
+    """The picker, and an Envoy that asks it and never answers by itself; its port.
 
-    At the end nothing may be in flight, and the picker's log may tell of no fault in it.
+    `edits` are made to its configuration. At the end nothing may be in flight, and the picker's log may tell
+    of no fault in it.
     """
-    addresses = [engine.address for engine in engines]
-    file = config % (folder / "picker-endpoints.yaml")
-    picker = Picker(folder, addresses, config=file, flags=(*FLAGS, *flags))
     listen, admin = free_ports(2)
     proxy = envoy_config(
-        listen_port=listen,
-        admin_port=admin,
-        pickers=[picker.address],
-        endpoints=addresses,
-        fail_open=False,
+        listen_port=listen, admin_port=admin, pickers=[picker.address], endpoints=engines, fail_open=False
     )
+    for old, new in (edits or {}).items():
+        proxy = proxy.replace(old, new)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(picker.child.stop, signal.SIGKILL)
         await picker.start()
         await stack.enter_async_context(EnvoyProcess(envoy, proxy, admin_port=admin))
-        yield Configured(f"http://{HOST}:{listen}", picker, engines)
+        yield listen
         await settled(picker)
         assert complaints(picker) == []
+
+
+@asynccontextmanager
+async def configured(
+    config: str, engines: Sequence[Backend], folder: Path, envoy: Path, *flags: str
+) -> AsyncIterator[Configured]:
+    """`config`: has `%s` where the path of the file with the endpoints belongs. See `behind_envoy`."""
+    addresses = [engine.address for engine in engines]
+    file = config % (folder / "picker-endpoints.yaml")
+    picker = Picker(folder, addresses, config=file, flags=(*FLAGS, *flags))
+    async with behind_envoy(picker, addresses, envoy) as port:
+        yield Configured(f"http://{HOST}:{port}", picker, engines)
 
 
 async def shed(

@@ -14,7 +14,7 @@ import helm_python
 import yaml
 
 from e2e.gateway_eg_net import BridgeNames, Network, api_relay, network
-from e2e.gateway_eg_pods import CONTROLLER, PROXY, Placed, PlacedContainers, PlacedKubelet, told
+from e2e.gateway_eg_pods import CONTROLLER, PROXY, Placed, PlacedContainers, told
 from e2e.gateway_plane import SlicedPlane
 from e2e.kube import CRDS, Namespace, new_namespace
 from e2e.kube_client import KubeClient, Thing, kube_client, path_of
@@ -62,7 +62,7 @@ class Gateways:
     system: Namespace
     network: Network
     containers: PlacedContainers
-    kubelet: PlacedKubelet
+    kubelet: Kubelet
     version: str
 
     async def proxy(self, namespace: str) -> Placed:
@@ -118,9 +118,7 @@ async def gateways(
             )
             programs = {CONTROLLER: release.program, PROXY: envoy}
             containers = PlacedContainers(system, net, names.resolver, relay.port, programs)
-            kubelet = PlacedKubelet(
-                client, SYSTEM, containers.start, linger_s=0.1, new_address=net.place_address
-            )
+            kubelet = Kubelet(client, SYSTEM, containers.start, linger_s=0.1, new_address=net.place_address)
             try:
                 async with kubelet:
                     made = Gateways(plane, system, net, containers, kubelet, release.version)
@@ -277,7 +275,7 @@ async def placed_site(made: Gateways, namespace: Namespace, envoy: Path) -> Asyn
     """As `kube_release.site`, at addresses that an EndpointSlice may name."""
     async with cluster_names(namespace.client, namespace.name) as names:
         containers = Containers(namespace, envoy, names)
-        kubelet: Kubelet = PlacedKubelet(
+        kubelet = Kubelet(
             namespace.client,
             namespace.name,
             containers.start,

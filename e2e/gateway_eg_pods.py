@@ -13,7 +13,6 @@ node:
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -22,7 +21,7 @@ from e2e.gateway_eg_net import API_NAME, Network
 from e2e.kube import Namespace
 from e2e.kube_client import Thing
 from e2e.kube_containers import Running, fetch, in_root
-from e2e.kube_pods import POD_IP, Engine, Kubelet, _Running
+from e2e.kube_pods import Engine
 from e2e.kube_volumes import Volumes, field_of
 from e2e.pages import until
 from epp.lab.stack import Child
@@ -30,18 +29,6 @@ from epp.lab.stack import Child
 ADMIN_PORT: Final = 19000
 CONTROLLER: Final = "envoy-gateway"
 PROXY: Final = "envoy"
-
-
-@dataclass
-class PlacedKubelet(Kubelet):
-    """A kubelet that takes addresses of pods from `addresses` where no annotation chooses one."""
-
-    new_address: Callable[[], str] = str
-
-    async def _start(self, uid: str, thing: Thing, held: bool) -> _Running:
-        annotations = {POD_IP: self.new_address(), **thing["metadata"]["annotations"]}
-        metadata = {**thing["metadata"], "annotations": annotations}
-        return await super()._start(uid, {**thing, "metadata": metadata}, held)
 
 
 @dataclass(kw_only=True)
@@ -70,7 +57,7 @@ class Placed(Running):
 
 @dataclass
 class PlacedContainers:
-    """Runs them: `PlacedKubelet(client, name, starts=PlacedContainers(...).start)`."""
+    """Runs them: `Kubelet(client, name, starts=PlacedContainers(...).start)`."""
 
     namespace: Namespace
     network: Network

@@ -18,7 +18,7 @@ from e2e.kube_client import Thing
 from e2e.kube_containers import PICKER, Containers, Running, fetch
 from e2e.kube_dns import cluster_names
 from e2e.kube_load import one
-from e2e.kube_pods import HOLD, POD_IP, SERVED, Engine, Kubelet, pod
+from e2e.kube_pods import HOLD, SERVED, Engine, Kubelet, pod
 from e2e.kube_release import RUN, Release
 from e2e.pages import until
 from epp.lab.envoy import EnvoyProcess
@@ -49,17 +49,6 @@ def gateway(port: int) -> Thing:
             "infrastructure": {"annotations": {SERVED: "true"}},
         },
     }
-
-
-class AddressedKubelet(Kubelet):
-    """Gives pods addresses that EndpointSlices take."""
-
-    async def _start(self, uid: str, thing: Thing, held: bool) -> Any:
-        metadata = thing["metadata"]
-        annotations = {**metadata["annotations"], POD_IP: pod_address()}
-        return await super()._start(
-            uid, {**thing, "metadata": {**metadata, "annotations": annotations}}, held
-        )
 
 
 @dataclass
@@ -234,7 +223,7 @@ async def istio_site(namespace: Namespace, envoy: Any, istio: Istio) -> AsyncIte
     (port,) = free_ports(1)
     async with cluster_names(namespace.client, namespace.name) as names:
         containers = Proxies(namespace, envoy, names, istio=istio)
-        kubelet = AddressedKubelet(namespace.client, namespace.name, containers.start, linger_s=0.1)
+        kubelet = Kubelet(namespace.client, namespace.name, containers.start, 0.1, pod_address)
         async with kubelet:
             made = IstioSite(namespace, containers, kubelet, Release(namespace), port)
             path = f"/apis/{_GATEWAY_API}/namespaces/{namespace.name}/gateways"

@@ -1,7 +1,7 @@
 """An engine of vLLM's gRPC API that answers as a test wants."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,18 +50,27 @@ class Engine:
 
 
 @asynccontextmanager
+async def serving(methods: Mapping[str, Any], *services: str) -> AsyncIterator[int]:
+    """The methods' handlers under each of the services, in plain text; the port."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler(service, methods) for service in services]
+    )
+    port = server.add_insecure_port(f"{HOST}:0")
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
 async def engine() -> AsyncIterator[Engine]:
     made = Engine()
-    server = grpc.aio.server()
     methods = {
         "Generate": grpc.unary_stream_rpc_method_handler(made.generate),
         "Embed": grpc.unary_unary_rpc_method_handler(made.embed),
         "GetModelInfo": grpc.unary_unary_rpc_method_handler(made.other),
     }
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, methods)])
-    made.port = server.add_insecure_port(f"{HOST}:0")
-    await server.start()
-    try:
+    async with serving(methods, SERVICE) as made.port:
         yield made
-    finally:
-        await server.stop(None)

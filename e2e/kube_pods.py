@@ -247,6 +247,7 @@ class Kubelet:
     go away meanwhile.
 
     Attributes:
+        new_address: of a pod that no annotation gives one.
         engines: what runs now, by name of the pod.
     """
 
@@ -254,6 +255,7 @@ class Kubelet:
     namespace: str
     starts: Starts = light
     linger_s: float = 0.5
+    new_address: Callable[[], str] = new_address
     engines: dict[str, Engine] = field(default_factory=dict)
     _running: dict[str, _Running] = field(default_factory=dict)
     _latest: dict[str, Thing] = field(default_factory=dict)
@@ -340,7 +342,7 @@ class Kubelet:
 
     async def _start(self, uid: str, thing: Thing, held: bool) -> _Running:
         metadata = thing["metadata"]
-        address = metadata["annotations"].get(POD_IP) or new_address()
+        address = metadata["annotations"].get(POD_IP) or self.new_address()
         ports = [port["containerPort"] for port in thing["spec"]["containers"][0].get("ports", ())]
         engine = await self.starts(thing, address, ports)
         running = self._running[uid] = _Running(address, engine, held, _now())

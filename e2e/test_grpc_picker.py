@@ -1,7 +1,6 @@
 """vLLM's gRPC API served by `warmroute serve` behind a real Envoy, with metadata for who bills."""
 
 import json
-import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -13,12 +12,12 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
+from e2e.configured import behind_envoy
 from e2e.grpc_engine import SERVICE, Engine, engine
-from e2e.pages import complaints, on, settled, total
+from e2e.pages import on, total
 from e2e.scripted import SPACE, edits
 from epp import names
-from epp.lab.envoy import EnvoyProcess, envoy_config
-from epp.lab.stack import HOST, Picker, free_ports
+from epp.lab.stack import HOST, Picker
 from epp.runtime.options import TRANSPORTS
 from epp.wire import vllm_engine_pb2 as pb
 
@@ -75,23 +74,10 @@ async def line(request: pytest.FixtureRequest, envoy: Path, tmp_path: Path) -> A
         endpoints = tmp_path / "picker-endpoints.yaml"
         flags = (*on(request.param), "--emit-endpoint-scores")
         picker = Picker(tmp_path, addresses, config=CONFIG % (SPACE, endpoints), flags=flags)
-        stack.push_async_callback(picker.child.stop, signal.SIGKILL)
-        await picker.start()
-        listen, admin = free_ports(2)
-        config = envoy_config(
-            listen_port=listen,
-            admin_port=admin,
-            pickers=[picker.address],
-            endpoints=addresses,
-            fail_open=False,
-        )
-        for old, new in edits(tmp_path / "access.log", http2=True).items():
-            config = config.replace(old, new)
-        await stack.enter_async_context(EnvoyProcess(envoy, config, admin_port=admin))
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{HOST}:{listen}"))
+        changed = edits(tmp_path / "access.log", http2=True)
+        port = await stack.enter_async_context(behind_envoy(picker, addresses, envoy, changed))
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{HOST}:{port}"))
         yield Line(engines, channel, picker)
-        await settled(picker)
-        assert complaints(picker) == []
     assert_logged(tmp_path / "access.log", [one.port for one in engines])
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,10 +13,11 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from e2e.pages import complaints, on, settled, total
+from e2e.configured import behind_envoy
+from e2e.grpc_engine import serving
+from e2e.pages import on, settled, total
 from e2e.scripted import edits
-from epp.lab.envoy import EnvoyProcess, envoy_config
-from epp.lab.stack import HOST, Picker, free_ports
+from epp.lab.stack import HOST, Picker
 from epp.runtime.options import TRANSPORTS
 from tests.data.vertex.google import PACKAGES, REQUESTS, HttpBody, path_of
 
@@ -101,22 +101,13 @@ def halves(text: bytes) -> tuple[bytes, bytes]:
 @asynccontextmanager
 async def engine() -> AsyncIterator[Engine]:
     made = Engine()
-    server = grpc.aio.server()
     methods = {
         "ChatCompletions": grpc.unary_stream_rpc_method_handler(made.stream),
         "RawPredict": grpc.unary_unary_rpc_method_handler(made.one),
         "Predict": grpc.unary_unary_rpc_method_handler(made.other),
     }
-    handlers = [
-        grpc.method_handlers_generic_handler(f"{package}.PredictionService", methods) for package in PACKAGES
-    ]
-    server.add_generic_rpc_handlers(handlers)
-    made.port = server.add_insecure_port(f"{HOST}:0")
-    await server.start()
-    try:
+    async with serving(methods, *(f"{package}.PredictionService" for package in PACKAGES)) as made.port:
         yield made
-    finally:
-        await server.stop(None)
 
 
 @dataclass(slots=True)
@@ -151,23 +142,10 @@ async def line(request: pytest.FixtureRequest, envoy: Path, tmp_path: Path) -> A
         addresses = [(HOST, one.port) for one in engines]
         config = CONFIG % (tmp_path / "picker-endpoints.yaml", TARGET)
         picker = Picker(tmp_path, addresses, config=config, flags=on(request.param))
-        stack.push_async_callback(picker.child.stop, signal.SIGKILL)
-        await picker.start()
-        listen, admin = free_ports(2)
-        proxy = envoy_config(
-            listen_port=listen,
-            admin_port=admin,
-            pickers=[picker.address],
-            endpoints=addresses,
-            fail_open=False,
-        )
-        for old, new in edits(tmp_path / "access.log", http2=True).items():
-            proxy = proxy.replace(old, new)
-        await stack.enter_async_context(EnvoyProcess(envoy, proxy, admin_port=admin))
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{HOST}:{listen}"))
+        changed = edits(tmp_path / "access.log", http2=True)
+        port = await stack.enter_async_context(behind_envoy(picker, addresses, envoy, changed))
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{HOST}:{port}"))
         yield Line(engines, channel, picker)
-        await settled(picker)
-        assert complaints(picker) == []
 
 
 async def test_calls(line: Line) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from epp import names
 from epp.errors import PayloadTooLarge, RequestError, Saturated
+from epp.extproc.request_side import FULL
 from epp.http2.codes import Status
 from epp.http2.errors import ConnectionFault, StreamFault
 from epp.http2.limits import Http2Limits
@@ -112,7 +113,7 @@ class Process:
         self._refuse(PayloadTooLarge("message of the proxy is larger than the limit of request bodies"))
 
     def no_room(self) -> None:
-        self._refuse(Saturated("too many request bytes are in flight; retry later"))
+        self._refuse(Saturated(FULL))
 
     def half_closed(self) -> None:
         """The proxy says no more. What is being decided for it is still sent."""

@@ -233,6 +233,15 @@ def _parts(app: App) -> tuple[Any, Any, Callable[[], float]]:
     return made._exchange, app.router, lambda: 100.0
 
 
+async def asked_long(app: App, turns: int) -> Asked:
+    """A request with a long body, so many turns later."""
+    asked = Asked(app)
+    asked.ask(runtime.chat("x" * 300_000))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    return asked
+
+
 PLACED = ["request_headers", "request_body"]
 
 
@@ -398,10 +407,7 @@ async def test_whatever_breaks_in_a_later_turn_the_client_is_answered(
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_who_leaves_between_the_turns_of_a_long_body_leaves_nothing(app: App, turns: int) -> None:
-    asked = Asked(app)
-    asked.ask(runtime.chat("x" * 300_000))
-    for _ in range(turns):
-        await asyncio.sleep(0)
+    asked = await asked_long(app, turns)
     asked.stream.closed(error=True)
     for _ in range(10):
         await asyncio.sleep(0)
@@ -413,10 +419,7 @@ async def test_who_leaves_between_the_turns_of_a_long_body_leaves_nothing(app: A
 @pytest.mark.parametrize("turns", range(6))
 async def test_who_is_refused_between_the_turns_of_a_long_body_leaves_nothing(app: App, turns: int) -> None:
     """The transport had to, for a message that came meanwhile."""
-    asked = Asked(app)
-    asked.ask(runtime.chat("x" * 300_000))
-    for _ in range(turns):
-        await asyncio.sleep(0)
+    asked = await asked_long(app, turns)
     asked.stream.refuse(PayloadTooLarge("larger than messages may be"))
     for _ in range(10):
         await asyncio.sleep(0)
@@ -428,10 +431,7 @@ async def test_who_is_refused_between_the_turns_of_a_long_body_leaves_nothing(ap
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_configuration_that_comes_between_the_turns_of_a_long_body(app: App, turns: int) -> None:
     """What comes after it goes by the new one, and the one before is let go of."""
-    asked = Asked(app)
-    asked.ask(runtime.chat("x" * 300_000))
-    for _ in range(turns):
-        await asyncio.sleep(0)
+    asked = await asked_long(app, turns)
     placed = app.director.in_flight
     before = app.running.plugins
     app.use(load_config(OTHER, "config.yaml"))

@@ -13,6 +13,7 @@ from epp.payload.grpc import read_embed, read_generate
 from epp.payload.grpc_answer import GrpcAnswerReader
 from epp.payload.records import Api
 from epp.wire import vllm_engine_pb2 as pb
+from tests.data.grpc.frames import broken
 
 MEDIA = pb.MultimodalInputs(
     mm_placeholders=[pb.PlaceholderRange(offset=1, length=3)],
@@ -38,28 +39,11 @@ def framed(message: Any) -> bytes:
     return b"\0" + len(body).to_bytes(4) + body
 
 
-def broken(draw: random.Random, body: bytes) -> bytes:
-    """Bytes changed, taken out and put in; the frame's length sometimes mended."""
-    wire = bytearray(body)
-    for _ in range(draw.randint(0, 5)):
-        at = draw.randrange(len(wire) + 1)
-        match draw.randrange(3):
-            case 0:
-                wire[at : at + 1] = draw.randbytes(1)
-            case 1:
-                del wire[at : at + draw.randint(1, 9)]
-            case _:
-                wire[at:at] = draw.randbytes(draw.randint(1, 9))
-    if draw.random() < 0.7 and len(wire) >= 5:
-        wire[:5] = b"\0" + (len(wire) - 5).to_bytes(4)
-    return bytes(wire)
-
-
 def test_requests() -> None:
     draw = random.Random(1)
     seen: Counter[str] = Counter()
     for _ in range(6000):
-        body = broken(draw, framed(draw.choice(REQUESTS)))
+        body = broken(draw, framed(draw.choice(REQUESTS)), 5)
         for read in (read_generate, read_embed):
             try:
                 request = read(body)
@@ -76,7 +60,7 @@ def _answers() -> Counter[str]:
     draw = random.Random(2)
     seen: Counter[str] = Counter()
     for _ in range(4000):
-        wire = b"".join(broken(draw, framed(draw.choice(ANSWERS))) for _ in range(draw.randint(1, 4)))
+        wire = b"".join(broken(draw, framed(draw.choice(ANSWERS)), 5) for _ in range(draw.randint(1, 4)))
         budget = BodyBudget(1 << 20)
         api = draw.choice((Api.VLLM_GRPC_GENERATE, Api.VLLM_GRPC_EMBED))
         reader = GrpcAnswerReader(api, True, budget)

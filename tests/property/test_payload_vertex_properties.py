@@ -21,6 +21,7 @@ from epp.payload.records import Api, RawRequest
 from epp.payload.request import parse_request, rewrite_model
 from epp.payload.vertex import CARRIED, Envelope
 from epp.payload.vertex_answer import VertexAnswerReader
+from tests.data.grpc.frames import broken
 from tests.data.vertex.google import METHODS, REQUESTS, HttpBody, asked, framed, frames, path_of, told
 
 ENGINE, CLIENT = "acme/tiny-llama", "cl\u00efent-" * 30
@@ -146,23 +147,6 @@ def test_documents() -> None:
 # -- broken bytes --------------------------------------------------------------------------------------
 
 
-def broken(draw: random.Random, body: bytes) -> bytes:
-    """Bytes changed, taken out and put in; the frame's length sometimes mended."""
-    wire = bytearray(body)
-    for _ in range(draw.randint(0, 4)):
-        at = draw.randrange(len(wire) + 1)
-        match draw.randrange(3):
-            case 0:
-                wire[at : at + 1] = draw.randbytes(1)
-            case 1:
-                del wire[at : at + draw.randint(1, 9)]
-            case _:
-                wire[at:at] = draw.randbytes(draw.randint(1, 9))
-    if draw.random() < 0.7 and len(wire) >= 5:
-        wire[:5] = b"\0" + (len(wire) - 5).to_bytes(4)
-    return bytes(wire)
-
-
 def _calls() -> Counter[str]:
     """A call is refused, or read and renamed without loss; what Google's reader takes is read."""
     draw = random.Random(6)
@@ -170,7 +154,7 @@ def _calls() -> Counter[str]:
     for _ in range(3000):
         method = draw.choice(METHODS)
         document = {"messages": [{"role": "user", "content": "a"}], "input": "a", "model": ENGINE}
-        body = broken(draw, asked(method, document, later="x"))
+        body = broken(draw, asked(method, document, later="x"), 4)
         raw = RawRequest("id", "POST", path_of(method), (), body)
         try:
             parsed = parse_request(raw, max_bytes=1 << 20, parsers=ALL)
@@ -217,7 +201,7 @@ def _answers() -> Counter[str]:
             data = json.dumps(document(draw, CHAT if api is CHAT else STREAM_RAW)).encode()
             data = draw.choice((data, b"data: %b\n\n" % data))[: draw.choice((20, 10_000))]
             pieces.append(
-                broken(draw, framed(HttpBody(data=data, content_type=draw.choice(("", "a", ENGINE)))))
+                broken(draw, framed(HttpBody(data=data, content_type=draw.choice(("", "a", ENGINE)))), 4)
             )
         wire = b"".join(pieces)
         client = draw.choice((CLIENT, ""))
