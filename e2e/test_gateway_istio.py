@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.gateways, pytest.mark.timeout(300)]
 
 ENGINES: Final = ("pod-0", "pod-1", "pod-2")
 PROMPTS: Final = tuple(f"{name}: " + f"tell me all about {name} " * 60 for name in ("oaks", "firs", "elms"))
+MANY_PROMPTS: Final = tuple(f"{number}: " + f"tell me all about {number} " * 60 for number in range(12))
+"""So many that chance does not send them all to one engine."""
 FULL: Final = PAGE.replace(b'm"} 0.0', b'm"} 1000.0')
 
 
@@ -124,7 +126,7 @@ async def test_requests_reach_whom_the_picker_chose(site: IstioSite, stream: boo
     picker = await site.install()
     url = await site.url()
     addresses = site.kubelet.addresses
-    rounds = [await many(url, PROMPTS, stream) for _ in range(4)]
+    rounds = [await many(url, MANY_PROMPTS, stream) for _ in range(4)]
     sent = [each for part in rounds for each in part]
     assert [each for each in sent if not each.ok] == []
     reached = [f"{addresses[each.pod]}:8000" for each in sent]
