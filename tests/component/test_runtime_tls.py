@@ -216,9 +216,9 @@ OTHER = ec.generate_private_key(ec.SECP256R1())
 
 
 def mixed_up() -> rsa.RSAPrivateKey:
-    """The modulus of one key, the secret exponents of another."""
-    own, other = WEAK.private_numbers(), rsa.generate_private_key(65537, 1024).private_numbers()
-    parts = (own.p, own.q, other.d, other.dmp1, other.dmq1, own.iqmp, own.public_numbers)
+    """The modulus of a key, with secret exponents that do not belong to it."""
+    own = WEAK.private_numbers()
+    parts = (own.p, own.q, own.d ^ 4, own.dmp1 ^ 4, own.dmq1 ^ 4, own.iqmp, own.public_numbers)
     return rsa.RSAPrivateNumbers(*parts).private_key(unsafe_skip_rsa_key_validation=True)
 
 
