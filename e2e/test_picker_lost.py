@@ -168,8 +168,8 @@ async def test_sigterm_with_a_second_picker(
         openai_client(line.url) as client,
     ):
         first, second = line.pickers
-        # Streams of six seconds, some of them by either picker, whichever Envoy takes.
-        questions = [Question(f"long-{index}", f"long {index}", 480, stream=True) for index in range(8)]
+        # Streams of nine seconds, some of them by either picker, whichever Envoy takes.
+        questions = [Question(f"long-{index}", f"long {index}", 720, stream=True) for index in range(8)]
         long = [asyncio.create_task(ask(client, question)) for question in questions]
         await until(lambda: _streams(first), "the first picker has streams")
         async with Load(line.url, lanes=8, output_tokens=4) as load:

@@ -204,17 +204,17 @@ async def test_silent_endpoints_leave_after_three_deadlines() -> None:
     errors: list[str] = []
     async with silence() as dark, engine() as port:
         store = store_of(dark, port)
-        async with scraping(store, timeout_s=0.05, on_error=errors.append):
+        async with scraping(store, timeout_s=0.5, on_error=errors.append):
             await until(lambda: candidates(store) == [1])
     assert f"metrics of engine-{dark}" in errors[0]
-    assert errors[0].endswith("no answer within 0.05 s")
+    assert errors[0].endswith("no answer within 0.5 s")
 
 
 async def test_a_flowing_answer_keeps_a_silent_endpoint() -> None:
     async with silence() as dark, engine() as port:
         store = store_of(dark, port)
         store.answering(0, time.monotonic() + 3600)
-        async with scraping(store, timeout_s=0.02) as scraper:
+        async with scraping(store, timeout_s=0.2) as scraper:
             await until(lambda: scraper.errors >= 6)
             assert candidates(store) == [0, 1]
 

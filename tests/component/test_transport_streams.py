@@ -294,7 +294,7 @@ async def test_messages_compressed_by_the_client(name: str) -> None:
 
 async def test_a_deadline_of_the_proxy(name: str) -> None:
     async with served(name) as picker:
-        call = picker.channel.stream_stream(names.EXT_PROC_METHOD)(timeout=0.7)
+        call = picker.channel.stream_stream(names.EXT_PROC_METHOD)(timeout=3)
         for message in (runtime.request_headers(), *runtime.request_body(runtime.chat())):
             await call.write(message)
         assert runtime.kind(await wire.read(call)) == "request_headers"
