@@ -87,6 +87,15 @@ class Problem:
         return f"{self.path}: {self.message}" if self.path else self.message
 
 
+class Unread(Problem):
+    """A file could not be read. It need not change to be readable the next time."""
+
+    @classmethod
+    def because(cls, path: str, error: OSError | ValueError) -> "Unread":
+        reason = getattr(error, "strerror", None) or str(error)
+        return cls(path, f"cannot be read: {reason}")
+
+
 class ConfigError(WarmrouteError):
     """A configuration source (file or flag) cannot be used. Carries all problems found in it."""
 
@@ -94,6 +103,11 @@ class ConfigError(WarmrouteError):
         self.source = source
         self.problems = problems
         super().__init__("\n".join(f"{source}: {problem}" for problem in problems))
+
+    @property
+    def unread(self) -> bool:
+        """Something could not even be read."""
+        return any(isinstance(problem, Unread) for problem in self.problems)
 
 
 class PageError(WarmrouteError):

@@ -19,7 +19,7 @@ from typing import Annotated
 
 import msgspec
 
-from epp.errors import ConfigError, Problem
+from epp.errors import ConfigError, Problem, Unread
 from epp.lab import tokens
 from epp.lab.engine import FITS, EngineSpec
 
@@ -132,7 +132,7 @@ def load_workload(path: Path) -> Workload:
     try:
         workload = msgspec.json.decode(path.read_bytes(), type=Workload)
     except OSError as error:
-        raise ConfigError(str(path), Problem("", f"cannot be read: {error.strerror}")) from None
+        raise ConfigError(str(path), Unread.because("", error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         message, _, where = str(error).partition(" - at `")
         raise ConfigError(str(path), Problem(where.rstrip("`"), message)) from None
@@ -380,7 +380,7 @@ def _trace_lines(path: Path, limit: int | None) -> list[_TraceLine]:
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     problems.append(Problem(f"line {number}", str(error)))
     except OSError as error:
-        raise ConfigError(str(path), Problem("", f"cannot be read: {error.strerror}")) from None
+        raise ConfigError(str(path), Unread.because("", error)) from None
     if not lines and not problems:
         problems.append(Problem("", "holds no request; one JSON object a line is expected"))
     if problems:

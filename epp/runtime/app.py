@@ -23,7 +23,7 @@ from epp.config.document import MAX_BYTES
 from epp.config.load import Assembly, default_config, load_config
 from epp.config.loaded import LoadedConfig
 from epp.director import TIMED_EVERY, Director
-from epp.errors import ConfigError, Problem, WarmrouteError
+from epp.errors import ConfigError, Problem, Unread, WarmrouteError
 from epp.extproc.exchange import Exchange
 from epp.extproc.limits import BodyBudget, Limits
 from epp.http2.errors import ConnectionFault, StreamFault
@@ -92,7 +92,7 @@ def read_config(options: Options) -> LoadedConfig:
             text = file.read(MAX_BYTES + 1)  # one more than is taken, and no more of what has no end
         return load_config(text, options.config_file, allow_experimental=allow)
     except OSError as error:
-        raise ConfigError(options.config_file, Problem("", f"cannot be read: {error.strerror}")) from None
+        raise ConfigError(options.config_file, Unread.because("", error)) from None
 
 
 @dataclass(slots=True)

@@ -2,16 +2,15 @@
 
 import asyncio
 import ipaddress
-import os
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, Final
 
 import msgspec
 
-from epp.errors import ConfigError, Problem
+from epp.errors import ConfigError, Problem, Unread
 from epp.pool.records import Endpoint
-from epp.runtime.watch import Signature, changed, signature_of
+from epp.runtime.watch import Followed
 
 MAX_FILE_BYTES: Final = 1 << 20
 POLL_S: Final = 0.5
@@ -43,8 +42,7 @@ class FileDiscovery:
         self._apply = apply
         self._on_error = on_error
         self._poll_s = poll_s
-        self._loaded: Signature = None
-        self._complaint: tuple[Signature, str] | None = None
+        self._file = Followed(path)
 
     def load(self) -> list[Endpoint]:
         """Read the file.
@@ -52,7 +50,7 @@ class FileDiscovery:
         Raises:
             ConfigError: it cannot be used; names every problem with its field path.
         """
-        self._loaded, content = _read(self._path)
+        content = _read(self._path)
         if len(content) > MAX_FILE_BYTES:
             raise ConfigError(self._path, Problem("", "larger than 1 MiB"))
         return endpoints_from_file(content, self._path)
@@ -65,34 +63,26 @@ class FileDiscovery:
         changes; one that cannot be read is tried again.
         """
         while self._watch:
-            (seen,) = await changed(
-                (self._path,), (self._loaded,), poll_s=self._poll_s, settle_s=self._poll_s
-            )
-            await self._reload(seen)
+            await self._file.changed(poll_s=self._poll_s, settle_s=self._poll_s)
+            await self._reload()
 
-    async def _reload(self, seen: Signature) -> None:
+    async def _reload(self) -> None:
         try:
             endpoints = await asyncio.to_thread(self.load)
         except ConfigError as error:
-            complaint = seen, str(error)
-            if complaint != self._complaint:
+            if self._file.failed(error):
                 self._on_error(f"{error}\nthe endpoints stay as they were")
-            self._complaint = complaint
         else:
-            self._complaint = None
             self._apply(endpoints)
 
 
-def _read(path: str) -> tuple[Signature, bytes]:
+def _read(path: str) -> bytes:
     """At most a byte more than is taken."""
     try:
         with open(path, "rb") as file:
-            found = os.fstat(file.fileno())
-            content = file.read(MAX_FILE_BYTES + 1)
+            return file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(path, Problem("", f"cannot be read: {reason}")) from None
-    return signature_of(found), content
+        raise ConfigError(path, Unread.because("", error)) from None
 
 
 def endpoints_from_file(content: bytes, source: str) -> list[Endpoint]:

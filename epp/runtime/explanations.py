@@ -8,7 +8,7 @@ from urllib.request import ProxyHandler, build_opener
 
 import msgspec
 
-from epp.errors import ConfigError, Problem, WarmrouteError
+from epp.errors import ConfigError, Problem, Unread, WarmrouteError
 from epp.scheduling.explain import Explanation
 
 DECISIONS_PATH = "/decisions"
@@ -54,7 +54,7 @@ def read(file: Path) -> list[Explanation]:
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise ConfigError(str(file), Problem("", f"cannot be read: {error.strerror}")) from None
+        raise ConfigError(str(file), Unread.because("", error)) from None
     try:
         return _decoded(data)
     except ValueError as error:

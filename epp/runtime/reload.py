@@ -19,13 +19,11 @@ from epp.pool.records import PoolView
 from epp.pool.store import PoolStore
 from epp.runtime.metrics import Metrics
 from epp.runtime.plugin_timing import Clock, timed_plugins
-from epp.runtime.watch import Signature, changed
+from epp.runtime.watch import Followed
 from epp.scheduling.ports import Member
 
 POLL_S: Final = 1.0
 SETTLE_S: Final = 0.25
-# That of no file, be it there or not.
-_UNSEEN: Final = (-1, -1, -1, -1)
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +209,8 @@ def _all_members(assembly: Assembly, retired: Iterable[Retired]) -> list[Member]
 class ConfigFile:
     """Follows a configuration file.
 
-    A content that cannot be used changes nothing, and is not read again before the file changes.
+    A content that cannot be used changes nothing, and is not read again before the file changes. A file that
+    cannot be read is tried again.
     """
 
     def __init__(
@@ -225,7 +224,7 @@ class ConfigFile:
         settle_s: float = SETTLE_S,
     ) -> None:
         """`read` is called on a thread. `use` returns the paths of what needs a restart."""
-        self._path = path
+        self._file = Followed(path, unseen=True)
         self._read = read
         self._use = use
         self._metrics = metrics
@@ -234,15 +233,16 @@ class ConfigFile:
 
     async def follow(self) -> None:
         """Until cancelled. Reads the file at the beginning, too: it may have changed since the start."""
-        seen: Signature = _UNSEEN
         while True:
-            (seen,) = await changed((self._path,), (seen,), poll_s=self._poll_s, settle_s=self._settle_s)
+            await self._file.changed(poll_s=self._poll_s, settle_s=self._settle_s)
             await self._reload()
 
     async def _reload(self) -> None:
         try:
             waiting = self._use(await asyncio.to_thread(self._read))
         except ConfigError as error:
+            if not self._file.failed(error):
+                return
             self._failed()
             for problem in error.problems:
                 log.error(

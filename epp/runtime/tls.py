@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, padding, rsa
 from cryptography.x509.oid import NameOID
 
-from epp.errors import ConfigError, Problem
+from epp.errors import ConfigError, Problem, Unread
 from epp.runtime.tls_rules import CIPHER_SUITES, TlsRules
-from epp.runtime.watch import Signature, changed, signature
+from epp.runtime.watch import Followed
 
 POLL_S: Final = 1.0
 SETTLE_S: Final = 0.25
@@ -56,8 +56,9 @@ class Certificates:
         """
         self._folder = Path(cert_path) if cert_path else None
         self._rules = rules or TlsRules()
-        # Taken before the files are read: what changes in between is read again.
-        self._seen = self._signatures()
+        # Made before the files are read: what changes in between is read again.
+        files = (self._folder / _KEY_FILE, self._folder / _CHAIN_FILE) if self._folder else ()
+        self._files = Followed(*files)
         self._pair, self._context = self._load()
 
     def server_context(self) -> ssl.SSLContext:
@@ -88,30 +89,26 @@ class Certificates:
         """Follow the files until cancelled; return at once for a self-signed certificate.
 
         A pair is read once its files have kept still for `settle_s`. One that cannot be used is reported,
-        once, and the one before stays.
+        once, and the one before stays; one that cannot be read is tried again.
         """
         if self._folder is None:
             return
         while True:
-            self._seen = await changed(self._files(), self._seen, poll_s=poll_s, settle_s=settle_s)
+            await self._files.changed(poll_s=poll_s, settle_s=settle_s)
             try:
                 self._pair, self._context = await asyncio.to_thread(self._load)
-            except (ConfigError, OSError) as error:
-                log.error(
-                    "the new certificate cannot be used; the one before stays", extra={"error": str(error)}
-                )
+            except ConfigError as error:
+                if self._files.failed(error):
+                    log.error(
+                        "the new certificate cannot be used; the one before stays",
+                        extra={"error": str(error)},
+                    )
             else:
                 ends = x509.load_pem_x509_certificate(self._pair.chain).not_valid_after_utc
                 log.info("certificate reloaded", extra={"valid_until": ends.isoformat()})
 
     def _present(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = self._context
-
-    def _files(self) -> tuple[Path, ...]:
-        return (self._folder / _KEY_FILE, self._folder / _CHAIN_FILE) if self._folder else ()
-
-    def _signatures(self) -> tuple[Signature, ...]:
-        return tuple(signature(file) for file in self._files())
 
     def _load(self) -> tuple[Pair, ssl.SSLContext]:
         """A pair that is known to work, and the context that serves it."""
@@ -125,6 +122,8 @@ class Certificates:
         except ssl.SSLError as error:
             reason = (error.reason or str(error)).replace("_", " ").lower()
             raise ConfigError(source, Problem(_CHAIN_FILE, f"cannot be used: {reason}")) from None
+        except OSError as error:
+            raise ConfigError(source, Unread.because("", error)) from None
 
 
 def _server_context(pair: Pair, rules: TlsRules) -> ssl.SSLContext:
@@ -163,7 +162,7 @@ def _parsed(file: Path, parse: Callable[[bytes], T], problems: list[Problem]) ->
     try:
         return parse(file.read_bytes())
     except OSError as error:
-        problems.append(Problem(file.name, f"cannot be read: {error.strerror}"))
+        problems.append(Unread.because(file.name, error))
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         problems.append(Problem(file.name, f"cannot be used: {error}"))
     return None

@@ -29,10 +29,11 @@ def verdict(
     *conditions: Condition,
     current: tuple[Condition, ...] = (PENDING,),
     resource: str = "inferenceobjectives",
+    uid: str = "u",
     generation: int = 3,
 ) -> Verdict:
     said = conditions or (ACCEPTED,)
-    return Verdict(resource, "llm-d.ai", "v1alpha2", "models", name, generation, said, current)
+    return Verdict(resource, "llm-d.ai", "v1alpha2", "models", name, uid, generation, said, current)
 
 
 def as_there(condition: Condition, generation: int = 3, since: str = SINCE) -> Condition:
@@ -262,11 +263,16 @@ async def test_what_was_written_counts_for_one_object_and_one_term(writing: Writ
         writer.wants([verdict()])
         await writing.rest()
         assert writing.api.names == ["premium"] * 2
+        writer.wants([verdict(uid="v")])  # deleted and made again between two looks
+        await writing.rest()
+        writer.wants([verdict(uid="v")])
+        await writing.rest()
+        assert writing.api.names == ["premium"] * 3
         writer.lead(False)
         await writing.rest()
         writer.lead(True)
         await writing.rest()
-        assert writing.api.names == ["premium"] * 3
+        assert writing.api.names == ["premium"] * 4
 
 
 async def test_a_new_verdict_or_generation_is_written(writing: Writing) -> None:

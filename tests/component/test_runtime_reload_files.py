@@ -1,6 +1,7 @@
 """The configuration file as it really changes: written in place, renamed over, swapped by a ConfigMap."""
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -145,6 +146,34 @@ async def test_a_file_that_cannot_be_used_changes_nothing_and_is_told_once(
         file.write_text(text(5))
         await until(lambda: priority(app) == 5)
         assert counts(app) == (1, 1)
+
+
+async def test_a_file_that_could_not_be_read_for_a_moment_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of it changes when that is over."""
+    tries: list[Path] = []
+
+    real = Path.open
+
+    def too_many(path: Path, mode: str = "r", **how: Any) -> Any:
+        if "r" not in mode:
+            return real(path, mode, **how)
+        tries.append(path)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    file = tmp_path / "epp.yaml"
+    file.write_text(text(1))
+    async with following(file) as app:
+        await until(lambda: counts(app) == (0, 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", too_many)
+            write_in_place(file, text(2))
+            await until(lambda: len(tries) >= 3)
+            assert (priority(app), counts(app)) == (1, (1, 0))
+        await until(lambda: (priority(app), counts(app)) == (2, (1, 1)))
+    (record,) = (record for record in caplog.records if "the old configuration stays" in record.message)
+    assert "cannot be read: Too many open files" in record.problem  # type: ignore[attr-defined]
 
 
 async def test_what_needs_a_restart_is_told_and_the_rest_comes_into_use(

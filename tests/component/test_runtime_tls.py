@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime
+import errno
 import logging
 import os
 import socket
@@ -22,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.x509.oid import NameOID
 
 from epp.errors import ConfigError
+from epp.runtime import tls
 from epp.runtime.tls import Certificates, Pair, self_signed
 from epp.runtime.tls_rules import CIPHER_SUITES, TlsRules
 
@@ -470,6 +472,37 @@ async def test_a_broken_or_missing_file_keeps_the_pair_before(
         assert await serves(port, old)
         folder(tmp_path, *new)
         await until(lambda: serves(port, new))
+
+
+@pytest.mark.parametrize("what", ["files", "context"])
+async def test_a_pair_that_could_not_be_read_for_a_moment_is_read_later(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of it changes when that is over."""
+    tries: list[object] = []
+
+    def too_many(first: object, *_: object) -> bytes:
+        tries.append(first)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    old, new = self_signed(), self_signed()
+    certificates = Certificates(folder(tmp_path, *old))
+    async with listening(certificates) as port, following(certificates):
+        with monkeypatch.context() as patch:
+            if what == "files":
+                patch.setattr(Path, "read_bytes", too_many)
+            else:
+                patch.setattr(tls, "_server_context", too_many)
+            folder(tmp_path, *new)
+            await until(lambda: tried(tries, 6))
+            assert await serves(port, old)
+        await until(lambda: serves(port, new))
+    assert await reported(caplog, 1)
+    assert "cannot be read: Too many open files" in vars(errors(caplog)[0])["error"]
+
+
+async def tried(tries: list[object], times: int) -> bool:
+    return len(tries) >= times
 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:

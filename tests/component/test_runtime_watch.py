@@ -1,5 +1,7 @@
 """Which changes of a file are seen, on a real file system."""
 
+import asyncio
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -8,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from epp.errors import ConfigError, Problem, Unread
 from epp.runtime import watch
-from epp.runtime.watch import Signature, changed, signature, signature_of
+from epp.runtime.watch import Followed, Signature, changed, signature, signature_of
 
 BEFORE, AFTER = "content", "CONTENT"
 
@@ -177,3 +180,57 @@ async def test_files_are_waited_for_until_they_keep_still(
     seen: list[tuple[Signature, ...]], log: list[Any]
 ) -> None:
     assert await polled(*seen, known=(A, A)) == log
+
+
+# -- reading again ------------------------------------------------------------------------------------
+
+UNREAD = ConfigError("file", Problem("a", "is wrong"), Unread("b", "cannot be read: Too many open files"))
+WRONG = ConfigError("file", Problem("a", "is wrong"))
+
+
+async def is_due(followed: Followed) -> bool:
+    """Whether the files are to be read, as far as looks at them without a pause can tell."""
+    try:
+        async with asyncio.timeout(0.05):
+            await followed.changed(poll_s=0, settle_s=0)
+    except TimeoutError:
+        return False
+    return True
+
+
+async def test_what_was_not_read_so_far_is_due(file: Path) -> None:
+    assert await is_due(Followed(file, unseen=True))
+    assert await is_due(Followed(file.with_name("none"), unseen=True))
+    followed = Followed(file)
+    assert not await is_due(followed)
+    write_in_place(file)
+    assert await is_due(followed)
+    assert not await is_due(followed)
+
+
+async def test_what_cannot_be_read_is_due_again_and_told_once(file: Path) -> None:
+    followed = Followed(file)
+    append(file)
+    for news in (True, False, False):
+        assert await is_due(followed)
+        assert followed.failed(UNREAD) is news
+    assert await is_due(followed)
+    assert followed.failed(WRONG)
+    assert not await is_due(followed)
+
+
+async def test_what_cannot_be_used_is_due_and_news_when_it_changed(file: Path) -> None:
+    followed = Followed(file)
+    for _ in range(3):
+        append(file)
+        ticked(file)
+        assert await is_due(followed)
+        assert followed.failed(WRONG)
+        assert not await is_due(followed)
+
+
+def test_what_could_not_be_read_is_said_so() -> None:
+    error = OSError(errno.EMFILE, "Too many open files")
+    assert str(Unread.because("b", error)) == "b: cannot be read: Too many open files"
+    assert str(Unread.because("", ValueError("embedded null byte"))) == "cannot be read: embedded null byte"
+    assert (UNREAD.unread, WRONG.unread) == (True, False)

@@ -19,7 +19,7 @@ from kubernetes.aio.client.configuration import Configuration
 from kubernetes.aio.client.rest import RESTClientObject
 from kubernetes.aio.config import load_kube_config
 
-from epp.errors import ConfigError, Problem
+from epp.errors import ConfigError, Problem, Unread
 from epp.runtime.watch import Signature, signature
 
 SERVICE_ACCOUNT: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -263,7 +263,7 @@ async def _kubeconfig(path: str) -> Loaded:
         token_path = _beside(path, user.token_file)
     expiry: datetime.datetime | None = getattr(loader, "exec_plugin_expiry", None)
     return Loaded(
-        f"--kubeconfig {path}",
+        _source(path),
         configuration,
         "" if token_path else authorization,
         token_path,
@@ -276,7 +276,7 @@ def _checked(path: str) -> _UserEntry:
         with open(path, encoding="utf-8") as file:
             config = msgspec.convert(yaml.safe_load(file), _Kubeconfig)
     except (OSError, UnicodeDecodeError) as error:
-        raise _wrong(path, "", f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(_source(path), Unread.because("", error)) from None
     except yaml.YAMLError as error:
         raise _wrong(path, "", f"neither YAML nor JSON: {' '.join(str(error).split())}") from None
     except msgspec.ValidationError as error:
@@ -315,7 +315,11 @@ def _beside(path: str, name: str) -> str:
 
 
 def _wrong(path: str, field: str, message: str) -> ConfigError:
-    return ConfigError(f"--kubeconfig {path}", Problem(field, message))
+    return ConfigError(_source(path), Problem(field, message))
+
+
+def _source(path: str) -> str:
+    return f"--kubeconfig {path}"
 
 
 def _configuration() -> Configuration:
@@ -329,9 +333,10 @@ def _token(loaded: Loaded) -> str:
     try:
         with open(loaded.token_path, encoding="ascii") as file:
             token = _one_line(file.read())
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a token"
-        raise ConfigError(loaded.source, Problem(loaded.token_path, f"cannot be read: {reason}")) from None
+    except UnicodeDecodeError:
+        raise ConfigError(loaded.source, Problem(loaded.token_path, "cannot be read: not a token")) from None
+    except OSError as error:
+        raise ConfigError(loaded.source, Unread.because(loaded.token_path, error)) from None
     if not token or not token.isprintable():
         raise ConfigError(loaded.source, Problem(loaded.token_path, "holds no token"))
     return token

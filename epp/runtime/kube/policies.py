@@ -49,6 +49,7 @@ class Verdict:
 
     Attributes:
         resource: plural, as in the object's path.
+        uid: of the object; another of the same name has another.
         generation: of the object that was judged.
         conditions: those that are ours to write; one that is not there any more is to go. None: the object
             is for another pool now.
@@ -60,6 +61,7 @@ class Verdict:
     version: str
     namespace: str
     name: str
+    uid: str
     generation: int
     conditions: tuple[Condition, ...]
     current: tuple[Condition, ...]
@@ -191,6 +193,7 @@ def _verdict(resource: str, group: str, judged: Policy, conditions: tuple[Condit
         version=names.POLICY_VERSION,
         namespace=metadata.namespace,
         name=metadata.name,
+        uid=metadata.uid,
         generation=metadata.generation,
         conditions=conditions,
         current=judged.status.conditions or (),

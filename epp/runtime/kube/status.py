@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Final
@@ -40,9 +40,14 @@ class _Answer(msgspec.Struct, frozen=True):
 class _Done:
     """What was decided for an object, and how it looked before and after; it may be seen late as it was."""
 
+    uid: str
     generation: int
     conditions: tuple[Condition, ...]
     looks: tuple[tuple[Condition, ...], ...]
+
+    def covers(self, verdict: Verdict) -> bool:
+        decided = self.uid, self.generation, self.conditions
+        return decided == (verdict.uid, verdict.generation, verdict.conditions)
 
 
 class StatusWriter:
@@ -129,10 +134,10 @@ class StatusWriter:
         if forbidden_until is not None and self._clock() < forbidden_until:
             return False
         done = self._done.get(key)
-        if done and (done.generation, done.conditions) == (verdict.generation, verdict.conditions):
+        if done and done.covers(verdict):
             if verdict.current == done.looks[-1]:
                 # Seen as it was left: from now on, any other look is somebody's change.
-                self._done[key] = _Done(done.generation, done.conditions, done.looks[-1:])
+                self._done[key] = replace(done, looks=done.looks[-1:])
             if verdict.current in done.looks:
                 return False
         return differs(verdict)
@@ -152,7 +157,8 @@ class StatusWriter:
                     self._said(f"status of {verdict.resource} {verdict.name}: {error}")
                 case _:
                     raise
-        self._done[key] = _Done(verdict.generation, verdict.conditions, (verdict.current, after))
+        looks = verdict.current, after
+        self._done[key] = _Done(verdict.uid, verdict.generation, verdict.conditions, looks)
         return None
 
     async def _apply(self, verdict: Verdict) -> tuple[Condition, ...]:
