@@ -80,6 +80,7 @@ class _Sent:
         slot, generation: where its chains are entered, and whose slot that was.
         forecast: what was expected there; None where several engines share the work.
         computing: the first key of each chain that the engine has to compute; empty once it has.
+        relies: on blocks, too, that other requests had still to compute.
     """
 
     match: ChainMatch
@@ -87,6 +88,7 @@ class _Sent:
     generation: int
     forecast: Forecast | None
     computing: tuple[int, ...]
+    relies: bool
 
 
 class ApproximatePrefixProducer:
@@ -187,6 +189,9 @@ class ApproximatePrefixProducer:
                     self._move(ticket, sent)
             case FirstToken():
                 if sent := self._sent.get(ticket.id):
+                    if sent.relies and self._is_current(sent):
+                        # Those that it relied on may have been refused; it has computed all of it.
+                        self._insert(sent.match, sent.slot)
                     self._computed(sent)
             case Ended():
                 if sent := self._sent.pop(ticket.id, None):
@@ -194,7 +199,8 @@ class ApproximatePrefixProducer:
 
     def _send(self, match: ChainMatch, slot: int, judged: bool) -> _Sent:
         held = match.held_at(slot)
-        forecast = self._forecast(match, held, slot) if judged else None
+        there = self._there(match, held, slot)
+        forecast = self._forecast(match, held, there, slot) if judged else None
         if forecast:
             self._estimates[slot].expect(forecast)
         fresh = tuple([chain[n] for chain, n in zip(match.chains, held, strict=True) if n < len(chain)])
@@ -202,7 +208,7 @@ class ApproximatePrefixProducer:
         for key in fresh:
             computing[key] = computing.get(key, 0) + 1
         self._insert(match, slot)
-        return _Sent(match, slot, self._generations[slot], forecast, fresh)
+        return _Sent(match, slot, self._generations[slot], forecast, fresh, relies=there != held)
 
     def _insert(self, match: ChainMatch, slot: int) -> None:
         if self._stated_tokens(slot) != self._estimates[slot].stated_tokens:
@@ -210,24 +216,32 @@ class ApproximatePrefixProducer:
         for chain in match.chains:
             self._index.insert(chain, slot)
 
-    def _forecast(self, match: ChainMatch, held: Sequence[int], slot: int) -> Forecast:
+    def _there(self, match: ChainMatch, held: Sequence[int], slot: int) -> Sequence[int]:
+        """How many of the leading blocks held of each chain no request in flight has still to compute."""
+        computing = self._computing[slot].keys()
+        if not computing:
+            return held
+        return [
+            blocks
+            if computing.isdisjoint(chain[:blocks])
+            else next(n for n, key in enumerate(chain) if key in computing)
+            for chain, blocks in zip(match.chains, held, strict=True)
+        ]
+
+    def _forecast(self, match: ChainMatch, held: Sequence[int], there: Sequence[int], slot: int) -> Forecast:
         """What usage should say, if the model of the slot's cache is right.
 
         Blocks that a request in flight has still to compute are not counted on: that they are missing when
         this one is computed would say nothing about capacity.
         """
-        computing = self._computing[slot].keys()
-        cached = regretted = 0
+        regretted = 0
         for chain, blocks in zip(match.chains, held, strict=True):
             if blocks < len(chain) and self._index.was_evicted(chain[blocks], slot):
                 regretted += len(chain) - blocks
-            if computing and not computing.isdisjoint(chain[:blocks]):
-                blocks = next(n for n, key in enumerate(chain) if key in computing)
-            cached += blocks
         size = match.block_tokens
         return Forecast(
             prompt=max(match.total_tokens, match.total_blocks * size),
-            cached=cached * size,
+            cached=sum(there) * size,
             regretted=regretted * size,
             tolerance=len(match.chains) * size,
         )

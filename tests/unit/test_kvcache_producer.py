@@ -325,6 +325,32 @@ def test_a_refused_request_leaves_nothing_behind(status: int, cause: Cause) -> N
     assert rig.blocks(request) == [5]
 
 
+def test_a_request_that_relied_on_a_refused_one_keeps_what_it_computed() -> None:
+    rig, history = Rig(pool_view(1)), text(1, 320)
+    cold, shares = chat(history + text(2, 320)), chat(history + text(3, 640))
+    first, second = rig.send(cold, 0), rig.send(shares, 0)
+    rig.end(first, status=503)
+    assert rig.blocks(shares) == [0], "nobody has computed anything"
+    rig.end(second)
+    assert (rig.blocks(shares), rig.blocks(cold)) == ([15], [5])
+
+
+def test_requests_that_relied_on_each_other_and_were_refused_leave_nothing_behind() -> None:
+    rig, request = Rig(pool_view(1)), chat(text(1, 640))
+    for ticket in [rig.send(request, 0) for _ in range(3)]:
+        rig.end(ticket, status=503)
+    assert rig.blocks(request) == [0]
+
+
+def test_what_was_forgotten_since_is_not_entered_anew_by_a_request_that_relied_on_others() -> None:
+    rig, request = Rig(pool_view(1)), chat(text(1, 640))
+    rig.send(request, 0)
+    second = rig.send(request, 0)
+    rig.producer.left(0)
+    rig.end(second)
+    assert rig.blocks(request) == [0]
+
+
 def test_a_client_that_leaves_does_not_empty_the_cache() -> None:
     rig, request = Rig(pool_view(1)), chat(text(1, 640))
     rig.end(rig.send(request, 0), status=0, cause=Cause.CLIENT_DISCONNECT)
