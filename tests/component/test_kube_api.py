@@ -12,7 +12,6 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -20,63 +19,15 @@ import aiohttp
 import pytest
 import yaml
 from aiohttp import web
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from epp.errors import ConfigError
 from epp.runtime.kube import api as api_module
 from epp.runtime.kube.access import Access, in_cluster, of_kubeconfig, proxy_of
 from epp.runtime.kube.api import UNREACHED, KubeApi, KubeError, lines
+from tests.data.tls.authority import Authority
 
 BOTH = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class Authority:
-    """Signs certificates for 127.0.0.1 and for clients."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"authority {folder.name}")])
-        basic = x509.BasicConstraints(ca=True, path_length=None)
-        self.ca = self._signed("ca.crt", self._name, self._key, basic)
-
-    def issue(self, name: str, *hosts: str) -> tuple[str, str]:
-        key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-        addresses = [x509.IPAddress(ip_address("127.0.0.1"))] if not hosts else []
-        alternative = x509.SubjectAlternativeName([*addresses, *map(x509.DNSName, hosts)])
-        certificate = self._signed(f"{name}.crt", subject, key, alternative)
-        path = self._folder / f"{name}.key"
-        pem = serialization.PrivateFormat.PKCS8
-        path.write_bytes(key.private_bytes(serialization.Encoding.PEM, pem, serialization.NoEncryption()))
-        return certificate, str(path)
-
-    def server(self, *hosts: str, clients: bool = False) -> ssl.SSLContext:
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(*self.issue("server", *hosts))
-        if clients:
-            context.load_verify_locations(self.ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
-
-    def _signed(
-        self, file: str, subject: x509.Name, key: ec.EllipticCurvePrivateKey, extension: x509.ExtensionType
-    ) -> str:
-        now = datetime.now(UTC)
-        certificate = (
-            x509.CertificateBuilder(self._name, subject, key.public_key(), x509.random_serial_number())
-            .not_valid_before(now - timedelta(days=1))
-            .not_valid_after(now + timedelta(days=1))
-            .add_extension(extension, critical=False)
-            .sign(self._key, hashes.SHA256())
-        )
-        path = self._folder / file
-        path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-        return str(path)
 
 
 class Server:

@@ -7,17 +7,12 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from aiohttp import web
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from epp.config.spec import (
     HttpSourceSpec,
@@ -33,6 +28,7 @@ from epp.pool.records import Endpoint
 from epp.pool.store import PoolStore
 from epp.runtime.client_tls import ClientTls
 from epp.runtime.scrape import Scraper
+from tests.data.tls.authority import Authority
 
 DATA = Path(__file__).parent.parent / "data" / "pool"
 PAGE = (DATA / "vllm-0.32-under-load.txt").read_bytes()
@@ -277,56 +273,6 @@ async def test_no_source_at_all() -> None:
 # -- TLS ----------------------------------------------------------------------------------------------
 
 
-class Authority:
-    """Signs certificates for 127.0.0.1 and for clients."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"authority {folder.name}")])
-        basic = x509.BasicConstraints(ca=True, path_length=None)
-        self._certificate = self._signed(self._name, self._key, basic)
-        self.pem = self._write("ca.pem", self._certificate)
-
-    def issue(self, name: str) -> tuple[str, str]:
-        """Files with a certificate and its key."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-        alternative = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
-        certificate = self._write(f"{name}.crt", self._signed(subject, key, alternative))
-        path = self._folder / f"{name}.key"
-        path.write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            )
-        )
-        return certificate, str(path)
-
-    def server(self) -> ssl.SSLContext:
-        """Of a server that takes only clients with a certificate of this authority."""
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=self.pem)
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_cert_chain(*self.issue("server"))
-        return context
-
-    def _signed(
-        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, extension: x509.ExtensionType
-    ) -> x509.Certificate:
-        now = datetime.now(UTC)
-        builder = (
-            x509.CertificateBuilder(self._name, subject, key.public_key(), x509.random_serial_number())
-            .not_valid_before(now - timedelta(hours=1))
-            .not_valid_after(now + timedelta(hours=1))
-            .add_extension(extension, critical=False)
-        )
-        return builder.sign(self._key, hashes.SHA256())
-
-    def _write(self, name: str, certificate: x509.Certificate) -> str:
-        path = self._folder / name
-        path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-        return str(path)
-
-
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
@@ -338,8 +284,8 @@ def https(**fields: Any) -> SourceUse:
 
 async def test_both_sides_show_certificates(authority: Authority) -> None:
     certificate, key = authority.issue("client")
-    good = {"ca_cert_path": authority.pem, "client_cert_path": certificate, "client_key_path": key}
-    async with serving({"/metrics": PAGE}, authority.server()) as (port, _):
+    good = {"ca_cert_path": authority.ca, "client_cert_path": certificate, "client_key_path": key}
+    async with serving({"/metrics": PAGE}, authority.server(clients=True)) as (port, _):
         for verified in (False, True):
             present = (store := store_of(port)).view.present
             async with scraping(store, https(insecure_skip_verify=not verified, **good)):
