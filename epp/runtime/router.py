@@ -67,10 +67,7 @@ class Router:
         or this turn of the loop has placed enough.
         """
         received_at = self._clock()
-        if len(raw.body) > LONG_BODY_BYTES:
-            self._later(raw, deliver, partial(self._look, raw, received_at, deliver))
-            return None
-        if not self._turns.free:
+        if len(raw.body) > LONG_BODY_BYTES or not self._turns.free:
             self._later(raw, deliver, partial(self._route, raw, received_at, deliver))
             return None
         outcome = self._route(raw, received_at, deliver)
@@ -91,18 +88,14 @@ class Router:
             deliver(outcome)
 
     def _route(self, raw: RawRequest, received_at: float, deliver: Deliver) -> Routed | Refused | None:
-        if not is_large(raw, self._director.plugins.parsers):
-            return self._routed(raw, partial(self._director.prepare, raw, received_at), deliver)
-        self._begin(self._route_large(raw, received_at, deliver))
-        return None
-
-    def _look(self, raw: RawRequest, received_at: float, deliver: Deliver) -> None:
-        """Begin with a long body. The choice follows in turns of its own."""
         if is_large(raw, self._director.plugins.parsers):
             self._begin(self._route_large(raw, received_at, deliver))
-        else:
-            prepare = partial(self._director.prepare, raw, received_at)
+            return None
+        prepare = partial(self._director.prepare, raw, received_at)
+        if len(raw.body) > LONG_BODY_BYTES:
             self._later(raw, deliver, partial(self._routed, raw, prepare, deliver))
+            return None
+        return self._routed(raw, prepare, deliver)
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -460,10 +460,9 @@ async def test_those_with_long_bodies_keep_their_order_and_let_short_ones_by(app
     assert order == [3, 0, 1, 2]
 
 
-def looks_and_reads(router: Router, raw: Any, received_at: float, deliver: Any) -> None:
-    router_module.is_large(raw)
-    prepare = partial(router._director.prepare, raw, received_at)
-    router._tell(raw, deliver, partial(router._routed, raw, prepare, deliver))
+def looks_and_reads(router: Router, raw: Any, received_at: float, deliver: Any) -> Any:
+    router_module.is_large(raw, router._director.plugins.parsers)
+    return router._routed(raw, partial(router._director.prepare, raw, received_at), deliver)
 
 
 def at_once(router: Router, raw: Any, deliver: Any) -> Any:
@@ -478,7 +477,7 @@ class InPlace(Turns):
 @pytest.mark.parametrize(
     ("owner", "name", "fault"),
     [
-        (Router, "_look", looks_and_reads),
+        (Router, "_route", looks_and_reads),
         (Router, "route", at_once),
         (router_module, "Turns", InPlace),
         (router_module, "LONG_BODY_BYTES", 1 << 30),

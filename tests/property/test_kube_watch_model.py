@@ -15,6 +15,7 @@ from hypothesis.errors import NoSuchExample
 
 from epp.runtime.kube import watch
 from epp.runtime.kube.api import KubeError, lines
+from epp.runtime.kube.told import Told
 from epp.runtime.kube.watch import Collection
 
 PATH = "/apis/example.com/v1/namespaces/models/things"
@@ -429,7 +430,7 @@ class ComplainsAlways(Collection[Thing]):
     """Every failure is told."""
 
     def _failed(self, error: KubeError) -> float:
-        self._told.clear()
+        self._told = Told(self._said)
         return super()._failed(error)
 
 
