@@ -257,7 +257,7 @@ async def test_each_source_has_its_interval() -> None:
             assert scraper.interval_of(unhurried.source, now) == 5.0
             assert scraper.interval_s(now) == 0.05
             scraper.busy(now)
-            await until(lambda: asked.count("/v1/models") == 2)
+            await until(lambda: asked.count("/v1/models") >= 2)
     tiny = MetricsSourceSpec(interval_s=0.001)
     assert Scraper(PoolStore(), [SourceUse(tiny, ())]).interval_of(tiny, -float("inf")) == 1.0
 
