@@ -21,7 +21,7 @@ WAITING = 50.0
 _QUEUE = b'num_requests_waiting{engine="0",model_name="m"} %.1f'
 FULL = PAGE.replace(_QUEUE % 0.0, _QUEUE % WAITING)
 """The page of an engine at which WAITING requests wait."""
-_COUNTED_S = 5.0
+_COUNTED_S = 30.0
 _Refused = TypeVar("_Refused", bound=Exception)
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -301,8 +302,10 @@ async def test_answer_that_breaks_off_is_no_answer(
     line: Gateway, behaviour: Callable[[Connection], Awaitable[None]]
 ) -> None:
     """What came is not passed off as all there is."""
-    with pytest.raises(aiohttp.ClientError):
-        await send(line, behaviour)
+    with suppress(aiohttp.ClientError):
+        got = await send(line, behaviour)
+        # The proxy heard of the end before it had passed anything on.
+        assert got.status in (502, 503), got
     async with openai_client(line.url, default_headers={BEHAVES: behaviour.__name__}) as client:
         texts: list[str | None] = []
         with pytest.raises((openai.APIError, httpx2.HTTPError)):

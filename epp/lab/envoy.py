@@ -228,7 +228,7 @@ class EnvoyProcess:
         """None while it runs; a signal's number negated."""
         return self._process.returncode if self._process else None
 
-    async def start(self, timeout_s: float = 20.0) -> None:
+    async def start(self, timeout_s: float = 60.0) -> None:
         """Starts it and waits until it serves: its engines and pickers have been checked once.
 
         Raises:

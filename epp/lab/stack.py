@@ -26,7 +26,8 @@ from epp.lab.workload import Fleet
 HOST = "127.0.0.1"
 _POLL_S = 0.05
 _YIELD = 10
-_ENGINES_READY_S = 30.0
+_READY_S = 60.0
+"""Until a child is up: a busy machine takes long to load it."""
 
 
 class StackError(WarmrouteError):
@@ -166,7 +167,7 @@ class LabEngines(_Whole):
     async def _start(self) -> None:
         self._exit.push_async_callback(self.child.stop)
         await self.child.start()
-        deadline = asyncio.get_running_loop().time() + _ENGINES_READY_S
+        deadline = asyncio.get_running_loop().time() + _READY_S
         while not self._ready.exists() or not self._ready.read_text().endswith("\n"):
             if self.child.returncode is not None or asyncio.get_running_loop().time() > deadline:
                 raise self.child.failed("did not come up")
@@ -252,7 +253,7 @@ class Picker:
     def admin_url(self) -> str:
         return f"http://{HOST}:{self.admin_port}"
 
-    async def start(self, timeout_s: float = 20.0) -> None:
+    async def start(self, timeout_s: float = _READY_S) -> None:
         await self.child.start()
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not await _listens(self.grpc_port):

@@ -80,7 +80,7 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - the engine tells nobody
             await asyncio.sleep(0.005)
 
