@@ -18,13 +18,9 @@ _UNSEEN: Final = (-1, -1, -1, -1)
 def signature(path: str | os.PathLike[str]) -> Signature:
     """That of the file `path` leads to, through all symlinks."""
     try:
-        return signature_of(os.stat(path))
+        found = os.stat(path)
     except (OSError, ValueError):
         return None
-
-
-def signature_of(found: os.stat_result) -> Signature:
-    """The same, of a file already looked up."""
     return found.st_dev, found.st_ino, found.st_ctime_ns, found.st_size
 
 

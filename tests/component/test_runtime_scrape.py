@@ -25,6 +25,7 @@ from epp.pool.records import Endpoint
 from epp.pool.store import PoolStore
 from epp.runtime import scrape
 from epp.runtime.scrape import Scraper
+from tests.data.tls.authority import Authority
 
 PAGE = (Path(__file__).parent.parent / "data" / "pool" / "vllm-0.32-under-load.txt").read_bytes()
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -350,7 +351,7 @@ async def test_large_pools_are_read_in_groups_that_miss_nobody() -> None:
 
 
 async def test_certificates_are_verified_unless_told_otherwise(tmp_path: Path) -> None:
-    server_tls = self_signed(tmp_path)
+    server_tls = Authority(tmp_path).server()
     errors: list[str] = []
     async with engine(tls=server_tls) as port:
         verifying = source(MetricsSourceSpec("https", insecure_skip_verify=False))
@@ -360,32 +361,6 @@ async def test_certificates_are_verified_unless_told_otherwise(tmp_path: Path) -
         store = store_of(port)
         async with scraping(store, sources=[source(MetricsSourceSpec("https"))]):
             await until(lambda: bool(store.view.present[0]))
-
-
-def self_signed(folder: Path) -> ssl.SSLContext:
-    from datetime import UTC, datetime, timedelta
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "engine")])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))
-        .not_valid_after(now + timedelta(hours=1))
-        .sign(key, hashes.SHA256())
-    )
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    pem = folder / "engine.pem"
-    pem.write_bytes(private + certificate.public_bytes(serialization.Encoding.PEM))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(pem)
-    return context
 
 
 @pytest.mark.parametrize("interval_s", [0.0, 0.049, -1.0, float("nan")])
