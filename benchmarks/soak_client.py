@@ -178,7 +178,8 @@ class Link(asyncio.Protocol):
             size = min(len(data), LEAST_MAX_FRAME_BYTES, stream.credit, self._credit)
             if size <= 0:
                 self._granted.clear()
-                await asyncio.wait_for(self._granted.wait(), STREAM_S)
+                async with asyncio.timeout(STREAM_S):
+                    await self._granted.wait()
                 continue
             stream.credit -= size
             self._credit -= size

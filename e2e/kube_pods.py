@@ -163,7 +163,8 @@ class Light:
             else:
                 connection.force_close()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._all_closed(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._all_closed()
         for connection in self._server.connections:
             if connection.transport is not None:
                 connection.transport.abort()

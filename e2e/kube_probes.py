@@ -155,7 +155,8 @@ class Care:
         try:
             said = False
             with suppress(TimeoutError):
-                said = await asyncio.wait_for(self.ask(container, container[kind]), times.timeout_s)
+                async with asyncio.timeout(times.timeout_s):
+                    said = await self.ask(container, container[kind])
             await pause
         finally:
             pause.cancel()

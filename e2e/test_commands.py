@@ -132,7 +132,8 @@ async def test_serve_says_what_is_wrong(gateway: Gateway, tmp_path: Path) -> Non
         ((*endpoint, "--drain-timeout=5"), 2, "--drain-timeout"),
         (("--no-such-flag",), 2, "--no-such-flag"),
     ):
-        ran = await asyncio.wait_for(warmroute("serve", *arguments), 60.0)
+        async with asyncio.timeout(60.0):
+            ran = await warmroute("serve", *arguments)
         assert ran.status == status, (arguments, ran)
         assert words in ran.errors, (arguments, ran)
         assert "Traceback" not in ran.errors

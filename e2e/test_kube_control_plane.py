@@ -334,7 +334,8 @@ async def test_killed_parts_come_back_with_all_there_was(
         assert (await one(f"http://{address}:8000")).ok
         with pytest.raises(aiohttp.ClientError):
             await namespace.client.get("/readyz")
-        await asyncio.wait_for(watching, 60)
+        async with asyncio.timeout(60):
+            await watching
         mortal_plane.spawn(API_SERVER)
         await asyncio.to_thread(mortal_plane.wait_ready, API_SERVER)
         mortal_plane.kill(ETCD)

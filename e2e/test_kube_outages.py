@@ -421,7 +421,8 @@ async def test_pickers_that_restart_one_after_the_other(namespace: Namespace, en
         for picker in made.pickers:
             await load.answered(60)
             picker.child.send(signal.SIGTERM)
-            assert await asyncio.wait_for(picker.child.wait(), 60) == 0
+            async with asyncio.timeout(60):
+                assert await picker.child.wait() == 0
             await load.answered(60)
             await picker.start_serving()
             await until(lambda picker=picker: is_asked(picker), "the one that was started again is asked")  # type: ignore[misc]

@@ -41,7 +41,8 @@ async def statuses(setup: proxies.Setup) -> list[int]:
     picker.fails = False
     picker.asked.clear()
     asking = asyncio.create_task(setup.ask())
-    await asyncio.wait_for(picker.asked.wait(), 10)
+    async with asyncio.timeout(10):
+        await picker.asked.wait()
     await picker.stop()
     found += [(await asking)[0], (await setup.ask())[0]]
     await asyncio.sleep(NOTICED_S)

@@ -185,7 +185,8 @@ async def test_sigterm_with_a_second_picker(
             assert failures(list(outcomes)) == []
             kept_open = [each for each in outcomes if each.question.id in by_first]
             assert max(each.ended_s for each in kept_open) > told_s + DRAIN_S
-            assert await asyncio.wait_for(ended, 30.0) == 0
+            async with asyncio.timeout(30.0):
+                assert await ended == 0
             await load.answered(100)
         print(f"SIGTERM: {len(load.outcomes)} requests, {len(load.begun_after(told_s))} of them after it")
         assert failures(load.outcomes) == []
@@ -209,7 +210,8 @@ async def test_second_signal_ends_at_once(engines: LabEngines, envoy: Path, tmp_
         picker.child.send(signal.SIGTERM)
         await until(lambda: _refuses(picker), "the picker says it is not ready")
         picker.child.send(signal.SIGTERM)
-        assert await asyncio.wait_for(picker.child.wait(), 30.0) == 0
+        async with asyncio.timeout(30.0):
+            assert await picker.child.wait() == 0
         assert (await cut).error is not None
         assert complaints(picker) == []
 
@@ -220,7 +222,8 @@ async def test_a_lone_picker_serves_while_it_drains(engines: LabEngines, envoy: 
         picker = line.pickers[0]
         await load.answered(50)
         picker.child.send(signal.SIGTERM)
-        assert await asyncio.wait_for(picker.child.wait(), 30.0) == 0
+        async with asyncio.timeout(30.0):
+            assert await picker.child.wait() == 0
         await load.answered(100)
     assert failures(load.outcomes) == []
     assert complaints(picker) == []
@@ -230,6 +233,7 @@ async def test_metrics_end_with_the_picker(engines: LabEngines, envoy: Path, tmp
     async with gateway(engines, envoy, tmp_path, drain_s=0) as line:
         picker = line.pickers[0]
         picker.child.send(signal.SIGINT)
-        assert await asyncio.wait_for(picker.child.wait(), 30.0) == 0
+        async with asyncio.timeout(30.0):
+            assert await picker.child.wait() == 0
         with pytest.raises(aiohttp.ClientConnectorError):
             await picker.metrics()

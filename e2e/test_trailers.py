@@ -105,7 +105,8 @@ async def send(port: int, path: str, body: bytes) -> tuple[bytes, bytes]:
 async def test_trailers_pass_both_ways(line: Line, path: str, sent: bytes) -> None:
     line.arrived.clear()
     answers_before = await total(line.picker, "request_duration_seconds_count")
-    head, answered = await asyncio.wait_for(send(line.port, path, sent), 60.0)
+    async with asyncio.timeout(60.0):
+        head, answered = await send(line.port, path, sent)
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
     assert unchunked(answered) == EVENTS
     assert [unchunked(each) for each in line.arrived] == [sent]

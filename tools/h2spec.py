@@ -129,7 +129,8 @@ async def run(
             stderr=asyncio.subprocess.STDOUT,
         )
         try:
-            output, _ = await asyncio.wait_for(process.communicate(), WHOLE_RUN_S)
+            async with asyncio.timeout(WHOLE_RUN_S):
+                output, _ = await process.communicate()
         except TimeoutError:
             raise H2specError(f"h2spec did not come to its end in {WHOLE_RUN_S} s") from None
         finally:

@@ -58,7 +58,8 @@ async def _ask(port: int, every_s: float, enough: asyncio.Event) -> list[float]:
             await decide(channel, next(chats), len(late))
             late.append((time.monotonic() - began) * 1000)
             with suppress(TimeoutError):
-                await asyncio.wait_for(enough.wait(), every_s)
+                async with asyncio.timeout(every_s):
+                    await enough.wait()
     return late
 
 

@@ -247,7 +247,8 @@ class EnvoyProcess:
                     stdout=log,
                     stderr=log,
                 )
-            await asyncio.wait_for(self._until_ready(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._until_ready()
         except TimeoutError:
             log_end = self.log_end()
             await self.stop()
@@ -265,7 +266,8 @@ class EnvoyProcess:
         if process is not None and process.returncode is None:
             process.send_signal(signal.SIGTERM)
             try:
-                await asyncio.wait_for(process.wait(), grace_s)
+                async with asyncio.timeout(grace_s):
+                    await process.wait()
             except TimeoutError:
                 process.kill()
                 await process.wait()

@@ -105,7 +105,8 @@ class Child:
             return
         self.send(number)
         try:
-            await asyncio.wait_for(self.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self.wait()
         except TimeoutError:
             self._process.kill()
             await self.wait()

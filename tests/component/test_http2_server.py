@@ -91,7 +91,8 @@ async def serving(address: str = "127.0.0.1:0", **options: Any) -> AsyncIterator
     try:
         yield made
     finally:
-        await asyncio.wait_for(made.server.stop(), DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            await made.server.stop()
         await made.nothing_left()
 
 
@@ -335,7 +336,8 @@ async def test_draining() -> None:
             await client.send(each, framed(b"last"), end=True)
             heard = await client.ended(each)
             assert (heard.messages[-1], heard.status) == (b"last", "0")
-        await asyncio.wait_for(draining, DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            await draining
         assert await client.is_closed()
         assert served.ended == {Ending.FINISHED: 2}
 
@@ -343,7 +345,8 @@ async def test_draining() -> None:
 async def test_draining_without_a_stream_ends_connections() -> None:
     async with serving() as served, proxy.connected(served.port) as client:
         await until(lambda: client.settled, "it is up")
-        await asyncio.wait_for(served.server.drain(), DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            await served.server.drain()
         assert await client.is_closed()
         assert client.goaways[0] == (LAST_STREAM, NO_ERROR)
 
@@ -360,7 +363,8 @@ async def test_draining_serves_what_was_on_its_way() -> None:
         client.write(proxy.PingFrame(opaque_data=client.pings[0], flags=["ACK"]))
         await client.send(crossing, b"", end=True)
         assert (await client.ended(crossing)).status == "0"
-        await asyncio.wait_for(draining, DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            await draining
 
 
 async def test_stopping_cuts_everything() -> None:
@@ -369,8 +373,10 @@ async def test_stopping_cuts_everything() -> None:
         await client.messages(streams[-1], 1)
         draining = asyncio.create_task(served.server.drain())
         await until(lambda: client.goaways != [], "it is told")
-        await asyncio.wait_for(served.server.stop(), DEADLINE_S)
-        await asyncio.wait_for(draining, DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            await served.server.stop()
+        async with asyncio.timeout(DEADLINE_S):
+            await draining
         assert await client.is_closed()
         assert served.ended == {Ending.LOST: 3}
 
@@ -487,7 +493,8 @@ async def test_http_1_is_told_and_cut() -> None:
     async with serving() as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        said = await asyncio.wait_for(reader.read(), DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            said = await reader.read()
         assert b"this port speaks HTTP/2 only" in said
         writer.close()
 
@@ -508,7 +515,8 @@ async def test_who_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2_module, "TICK_S", 0.05)
     async with serving(limits={"handshake_s": 0.2}) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        said = await asyncio.wait_for(reader.read(), DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            said = await reader.read()
         assert b"no HTTP/2 handshake within 0.2 s" in said
         writer.close()
 
@@ -541,7 +549,8 @@ async def test_exchanges_over_tls() -> None:
         assert (await client.ended(stream_id)).status == "0"
         draining = asyncio.create_task(served.server.drain())
         assert await client.is_closed()
-        await asyncio.wait_for(draining, DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            await draining
 
 
 @pytest.mark.parametrize("protocols", [(), ("http/1.1",)])

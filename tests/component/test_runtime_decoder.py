@@ -288,7 +288,8 @@ async def test_requests_that_share_a_dying_child_all_get_an_answer(decoder: Deco
     await asyncio.sleep(0.05)
     child.kill()
     more = [asyncio.create_task(decoder.parse(raw(chat(n)))) for n in range(8)]
-    found = await asyncio.wait_for(asyncio.gather(*asked, *more), 60)
+    async with asyncio.timeout(60):
+        found = await asyncio.gather(*asked, *more)
     assert [parsed.request.model for parsed in found] == ["m"] * 16
 
 

@@ -55,7 +55,8 @@ class Process:
             )
 
     async def exit_code(self) -> int:
-        return await asyncio.wait_for(self.child.wait(), wire.DEADLINE_S)
+        async with asyncio.timeout(wire.DEADLINE_S):
+            return await self.child.wait()
 
     async def health(self, service: str = EXT_PROC) -> int | None:
         """None: nobody answers."""

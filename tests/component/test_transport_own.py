@@ -52,7 +52,8 @@ async def served(**options: Any) -> AsyncIterator[Served]:
     try:
         yield Served(app, transport, counts, port)
     finally:
-        await asyncio.wait_for(transport.stop(), wire.DEADLINE_S)
+        async with asyncio.timeout(wire.DEADLINE_S):
+            await transport.stop()
         app.router.close()
 
 
@@ -276,7 +277,8 @@ async def test_stopping_in_the_midst_of_everything(caplog: pytest.LogCaptureFixt
         await client.messages(placed, 2)
         await ask(client, runtime.chat("x" * LARGE))
         await wire.until(lambda: picker.app.budget.used >= LARGE, "the body is held")
-        await asyncio.wait_for(picker.transport.stop(), wire.DEADLINE_S)
+        async with asyncio.timeout(wire.DEADLINE_S):
+            await picker.transport.stop()
         await picker.over(UNAVAILABLE=3)
     assert wire.faults(caplog.records) == []
 
@@ -378,7 +380,8 @@ async def test_a_fault_at_the_loss_of_a_connection_keeps_neither_it_nor_a_drain(
         monkeypatch.setattr(stream_module.Stream, "closed", closed_badly)
         draining = asyncio.create_task(picker.transport.drain())
         client.break_off()
-        await asyncio.wait_for(draining, wire.DEADLINE_S)
+        async with asyncio.timeout(wire.DEADLINE_S):
+            await draining
         await picker.over(UNAVAILABLE=3)
         assert caplog.text.count("RuntimeError: planted") == 3
 

@@ -462,7 +462,8 @@ async def test_draining_waits_for_what_is_in_flight_and_takes_nothing_new(name: 
         await call.write(runtime.response_headers())
         await call.write(runtime.response_body(b"{}"))
         assert len(await finish(call)) == 2
-        await asyncio.wait_for(draining, wire.DEADLINE_S)
+        async with asyncio.timeout(wire.DEADLINE_S):
+            await draining
         await picker.over()
 
 

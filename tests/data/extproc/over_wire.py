@@ -50,7 +50,8 @@ def process(channel: grpc.aio.Channel) -> Any:
 async def read(call: Any) -> bytes | None:
     """The next message; None at the end, however it came."""
     try:
-        message = await asyncio.wait_for(call.read(), DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            message = await call.read()
     except (grpc.aio.AioRpcError, asyncio.CancelledError):
         return None
     return None if message is grpc.aio.EOF else bytes(message)
@@ -284,7 +285,8 @@ class Player:
     async def _close(self, call: Any, reading: Any, expected: list[Any], refused: str | None) -> None:
         stream = self.streams[0]
         if stream.finished or refused is not None:
-            await asyncio.wait_for(reading, DEADLINE_S)
+            async with asyncio.timeout(DEADLINE_S):
+                await reading
         call.cancel()
         await reading
         await until(lambda: self.counts.open == 0, "the stream is over")
