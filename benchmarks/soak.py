@@ -43,7 +43,7 @@ BODY_BYTES = (400, 2_000, 20_000, 150_000)
 LARGE_BYTES = 2_200_000
 """Read by the picker's decoding process. One request of so many has it:"""
 LARGE_EVERY = 400
-SETTLE_S = 30.0
+SETTLE_S = 60.0
 GROWTH_MIB = 8.0
 """How much more the picker may hold at the end than after the first round: what its allocator keeps."""
 WARM_STREAMS = 5_000
@@ -253,7 +253,8 @@ async def soak(port: int, metrics_port: int, pid: int, report: Report, connectio
         share = report.streams * (rounds + 1) // ROUNDS - report.streams * rounds // ROUNDS
         todo = islice(courses, share)
         await asyncio.gather(*(lane(port, todo, draw, report) for _ in range(connections)))
-        report.left, report.codes = await settled(metrics_port)
+        ended = sum(report.became.values()) - report.became.get(LOST, 0)
+        report.left, report.codes = await settled(metrics_port, ended)
         report.resident.append([round(resident_mib(each), 1) for each in (pid, *children(pid))])
     report.seconds = round(time.monotonic() - began, 1)
 
@@ -287,8 +288,11 @@ async def connection(port: int, courses: Iterator[Course], draw: random.Random, 
     return ran
 
 
-async def settled(metrics_port: int) -> tuple[dict[str, float], dict[str, float]]:
-    """What is in flight and does not go away, and the streams that the picker has counted, by status."""
+async def settled(metrics_port: int, ended: int) -> tuple[dict[str, float], dict[str, float]]:
+    """What is in flight and does not go away, and the streams that the picker has counted, by status.
+
+    `ended`: how many it must have counted before it has heard of all. Of lost ones it may know nothing.
+    """
     deadline = time.monotonic() + SETTLE_S
     left: dict[str, float] = {}
     async with aiohttp.ClientSession() as session:
@@ -305,7 +309,8 @@ async def settled(metrics_port: int) -> tuple[dict[str, float], dict[str, float]
                     if sample.name == f"{names.METRIC_PREFIX}extproc_streams_total":
                         codes[" ".join(sample.labels.values())] = sample.value
             left = {name: totals[name] for name in IN_FLIGHT if totals.get(name)}
-            if not left or time.monotonic() > deadline:
+            heard = sum(codes.values()) >= ended
+            if (heard and not left) or time.monotonic() > deadline:
                 return left, codes
 
 

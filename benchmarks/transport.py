@@ -31,7 +31,7 @@ from tools.go_programs import BuildError, built
 MODULE = Path(__file__).with_name("transport")
 ENDPOINTS = 8
 ANCHOR = "anchor"
-BESIDES_S = 60.0
+BESIDES_S = 200.0
 SMOKE_S = 0.4
 BUSY_CLIENT_CORES = 0.9
 Run = dict[str, Any]

@@ -21,7 +21,9 @@ WAITING = 50.0
 _QUEUE = b'num_requests_waiting{engine="0",model_name="m"} %.1f'
 FULL = PAGE.replace(_QUEUE % 0.0, _QUEUE % WAITING)
 """The page of an engine at which WAITING requests wait."""
-_COUNTED_S = 30.0
+_COUNTED_S = 60.0
+# A picker that stands still for so long is not lost.
+_HEALTH_TIMEOUT_S = 10.0
 _Refused = TypeVar("_Refused", bound=Exception)
 
 
@@ -35,7 +37,7 @@ class Configured:
 
     async def samples(self, *wanted: str) -> list[Sample]:
         """Samples of these names without prefix. Most of the page is of others and is not read."""
-        starts = tuple(f"{names.METRIC_PREFIX}{name}{{" for name in wanted)
+        starts = tuple(f"{names.METRIC_PREFIX}{name}{end}" for name in wanted for end in "{ ")
         page = await self.picker.metrics()
         lines = [line for line in page.splitlines(keepends=True) if line.startswith(starts)]
         families = text_string_to_metric_families("".join(lines))
@@ -49,6 +51,10 @@ class Configured:
                 found[sample.name.removeprefix(names.METRIC_PREFIX)] += sample.value
         return tuple(found.values())
 
+    async def _nothing_is_open(self) -> bool:
+        (open_,) = await self.samples("extproc_streams_inflight")
+        return open_.value == 0
+
     async def queues(self) -> list[float]:
         """Waiting requests of each engine as far as the picker knows, in their order."""
         found = {
@@ -61,7 +67,10 @@ class Configured:
     async def counting(
         self, expected: tuple[float, ...], *histograms: str, **labels: str
     ) -> AsyncIterator[None]:
-        """What happens inside adds so much to the sums. Waits: an answer is counted after its end."""
+        """What happens inside adds so much to the sums. Waits: an answer is counted after its end, and so may
+        be one that a client had before.
+        """
+        await until(self._nothing_is_open, "nothing is left to be counted")
         before = await self.sums(*histograms, **labels)
         yield
         due = tuple(map(sum, zip(before, expected, strict=True)))
@@ -86,6 +95,11 @@ class Configured:
             engine.seen.clear()
 
 
+_LISTENER = "          stat_prefix: gateway\n"
+UNHURRIED = {_LISTENER: _LISTENER + "          delayed_close_timeout: 60s\n"}
+"""Edits for an Envoy that gives clients more than its second to read an answer that came before the end of
+their request: then it closes, and what they have not read is lost.
+"""
 APIS = """\
 apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
@@ -138,7 +152,12 @@ async def behind_envoy(
     """
     listen, admin = free_ports(2)
     proxy = envoy_config(
-        listen_port=listen, admin_port=admin, pickers=[picker.address], endpoints=engines, fail_open=False
+        listen_port=listen,
+        admin_port=admin,
+        pickers=[picker.address],
+        endpoints=engines,
+        fail_open=False,
+        health_timeout_s=_HEALTH_TIMEOUT_S,
     )
     for old, new in (edits or {}).items():
         proxy = proxy.replace(old, new)
@@ -194,6 +213,8 @@ async def emptied(gateway: Configured) -> AsyncIterator[None]:
     """The pool has no endpoint inside."""
     gateway.picker.write_endpoints([])
     await until(lambda: has_ready(gateway.picker, 0), "the pool is empty")
-    yield
-    gateway.picker.write_endpoints([engine.address for engine in gateway.engines])
-    await until(lambda: has_ready(gateway.picker, len(gateway.engines)), "the endpoints are back")
+    try:
+        yield
+    finally:
+        gateway.picker.write_endpoints([engine.address for engine in gateway.engines])
+        await until(lambda: has_ready(gateway.picker, len(gateway.engines)), "the endpoints are back")

@@ -29,10 +29,15 @@ def mortal_plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
     """The same, for a test that kills its processes: what is dead at the end is started again."""
     yield control_plane
     # After a long outage those who ask the API server would wait for half a minute before they try again.
-    for part in (CONTROLLERS, SCHEDULER, KWOK):
+    for part in (CONTROLLERS, SCHEDULER):
         control_plane.kill(part)
     control_plane.revive()
     control_plane.wait_ready()
+    # And kwok would leave its nodes alone until the leases of the kwok before it have ended: about as long as
+    # it takes others to find that nobody renews them, and to call all pods unready.
+    control_plane.kill(KWOK)
+    control_plane.kubectl("delete", "leases", "--all", "--namespace=kube-node-lease")
+    control_plane.revive()
 
 
 @pytest_asyncio.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from e2e.kube_client import KubeClient, Thing, path_of
+from e2e.pages import until
 from tools.control_plane import ControlPlane, write_kubeconfig
 
 SERVICE_ACCOUNT_FOLDER: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -16,6 +17,7 @@ LEAST_TOKEN_S: Final = 600
 """No token is given for less."""
 
 _GROUP = "rbac.authorization.k8s.io"
+_REVIEWS = "authorization.k8s.io/v1"
 
 
 def rule(groups: str | Sequence[str], resources: str | Sequence[str], verbs: str, **also: object) -> Thing:
@@ -65,7 +67,10 @@ class Access:
         return await self.rotate()
 
     async def allow(self, rules: Sequence[Thing], *, everywhere: bool = False) -> None:
-        """Gives it one more role. Roles of the cluster are named by the namespace, and outlive it."""
+        """Gives it one more role, and waits until it counts.
+
+        Roles of the cluster are named by the namespace, and outlive it.
+        """
         self._count += 1
         prefix, name = "Cluster" if everywhere else "", f"{self.namespace}-{self.name}-{self._count}"
         role = self._thing(f"{_GROUP}/v1", f"{prefix}Role", name) | {"rules": list(rules)}
@@ -75,6 +80,29 @@ class Access:
         }
         await self.client.create(role)
         await self.client.create(binding)
+        # The API server learns of roles by watching them.
+        within = "" if everywhere else self.namespace
+        await until(lambda: self._has(rules, within), f"the API server knows of the role {name}")
+
+    async def _has(self, rules: Sequence[Thing], namespace: str) -> bool:
+        """Whether it may do one thing at least that each rule allows."""
+        return all([await self._may(each, namespace) for each in rules])
+
+    async def _may(self, rule: Thing, namespace: str) -> bool:
+        spec: Thing = {"user": self.user}
+        if paths := rule.get("nonResourceURLs"):
+            spec["nonResourceAttributes"] = {"path": paths[0], "verb": rule["verbs"][0]}
+        else:
+            resource, _, subresource = rule["resources"][0].partition("/")
+            spec["resourceAttributes"] = {
+                **{"namespace": namespace, "group": rule["apiGroups"][0], "verb": rule["verbs"][0]},
+                **{"resource": resource, "subresource": subresource},
+                "name": next(iter(rule.get("resourceNames", ())), ""),
+            }
+        kind = "SubjectAccessReview"
+        review = {"apiVersion": _REVIEWS, "kind": kind, "spec": spec}
+        answer = await self.client.call("POST", path_of(_REVIEWS, kind), review)
+        return bool(answer["status"]["allowed"])
 
     async def rotate(self) -> Self:
         """A new token in `file`. The one before stays valid until `revoke`."""

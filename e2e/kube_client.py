@@ -3,7 +3,7 @@
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +19,8 @@ APPLY: Final = "application/apply-patch+yaml"
 
 _NOT_NAMESPACED = {"Namespace", "Node", "ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition"}
 _CALL_S = 60.0
+_NOT_YET: Final = "storage is (re)initializing"
+_AGAIN_S = 0.1
 
 
 class Refused(Exception):
@@ -49,7 +51,10 @@ def path_of(api_version: str, kind: str, namespace: str = "", name: str = "", su
 
 
 class KubeClient:
-    """One user's access. All calls but `watch` raise Refused, and one of `AWAY` where nobody answers.
+    """One user's access. All calls raise Refused, and one of `AWAY` where nobody answers.
+
+    What the API server has no answer to yet, because it is only getting to know objects of the kind, is asked
+    again, as every client of Kubernetes does.
 
     Attributes:
         warned: what the API server warned of, in the order of the calls.
@@ -70,20 +75,22 @@ class KubeClient:
         query: Mapping[str, str] | None = None,
     ) -> Thing:
         headers = {"content-type": content_type} if body is not None else {}
-        async with self._session.request(
-            method,
-            self._url + path,
-            params=query or {},
-            data=None if body is None else json.dumps(body),
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(_CALL_S),
-        ) as answer:
-            text = await answer.text()
-            self.warned += answer.headers.getall("warning", [])
-            if answer.status >= 400:
-                raise Refused(answer.status, text)
-            made: Thing = json.loads(text)
-            return made
+        while True:
+            async with self._session.request(
+                method,
+                self._url + path,
+                params=query or {},
+                data=None if body is None else json.dumps(body),
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(_CALL_S),
+            ) as answer:
+                text = await answer.text()
+                self.warned += answer.headers.getall("warning", [])
+                if answer.status < 400:
+                    made: Thing = json.loads(text)
+                    return made
+            _raise_unless_not_yet(answer.status, text)
+            await asyncio.sleep(_AGAIN_S)
 
     async def get(self, path: str, **query: str) -> Thing:
         return await self.call("GET", path, query=query)
@@ -110,20 +117,35 @@ class KubeClient:
             body["preconditions"] = {"uid": uid}
         await self.call("DELETE", path, body)
 
-    async def watch(self, path: str, version: str, **query: str) -> AsyncIterator[tuple[str, Thing]]:
+    async def watch(self, path: str, version: str, **query: str) -> AsyncGenerator[tuple[str, Thing], None]:
         """Type and object of each event from `version` on, until the API server ends it."""
         asked = {"watch": "true", "resourceVersion": version, **query}
-        async with self._session.get(
-            self._url + path, params=asked, timeout=aiohttp.ClientTimeout(None, sock_connect=_CALL_S)
-        ) as answer:
-            if answer.status >= 400:
-                raise Refused(answer.status, await answer.text())
-            rest = b""
-            async for chunk in answer.content.iter_any():
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    event = json.loads(line)
-                    yield event["type"], event["object"]
+        while True:
+            async with self._session.get(
+                self._url + path, params=asked, timeout=aiohttp.ClientTimeout(None, sock_connect=_CALL_S)
+            ) as answer:
+                if answer.status < 400:
+                    async for event in _events(answer.content):
+                        yield event
+                    return
+                text = await answer.text()
+            _raise_unless_not_yet(answer.status, text)
+            await asyncio.sleep(_AGAIN_S)
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[str, Thing]]:
+    rest = b""
+    async for chunk in content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            event = json.loads(line)
+            yield event["type"], event["object"]
+
+
+def _raise_unless_not_yet(status: int, text: str) -> None:
+    refused = Refused(status, text)
+    if status != 429 or _NOT_YET not in refused.message:
+        raise refused
 
 
 @asynccontextmanager

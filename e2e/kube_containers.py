@@ -48,6 +48,7 @@ ENTRYPOINT: Final = next(
     for step in image.steps((Path(__file__).parents[1] / "Dockerfile").read_text())
     if step.name == "ENTRYPOINT"
 )
+_ANSWER_S: Final = 60.0
 # Its last words become those of the program that is run, by the same number.
 _ROOT: Final = """\
 set -e
@@ -284,7 +285,7 @@ async def probed(address: str, container: Thing, probe: Thing) -> bool:
 
 async def fetch(url: str, headers: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Status and text; status 0 where nobody answers."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_ANSWER_S)) as session:
         try:
             async with session.get(url, headers=headers) as answer:
                 return answer.status, await answer.text()

@@ -40,6 +40,13 @@ class ClusterNames(asyncio.DatagramProtocol):
         self._asked.add(task)
         task.add_done_callback(self._asked.discard)
 
+    async def end(self) -> None:
+        """Who has no answer yet gets none."""
+        asked = tuple(self._asked)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
     async def _answer(self, data: bytes, address: tuple[str, int]) -> None:
         labels, place = [], 12
         while size := data[place]:
@@ -85,3 +92,4 @@ async def cluster_names(client: KubeClient, namespace: str) -> AsyncIterator[Clu
         yield names
     finally:
         transport.close()
+        await names.end()

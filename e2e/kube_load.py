@@ -15,8 +15,8 @@ from e2e.kube_pods import SERVED_BY, SERVED_PORT
 from e2e.pages import until
 
 MODEL = "lab/light"
-LATEST: Final = 60
-"""Requests in a row that tell who is asked: one of four pods is in none of them once in 30 million times."""
+LATEST: Final = 100
+"""Requests in a row that tell who is asked: one of four pods is in none of them once in 10^12 times."""
 
 
 @dataclass(frozen=True, slots=True)

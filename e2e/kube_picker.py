@@ -112,7 +112,9 @@ class ClusterPicker(Picker):
         await until(self.serves, f"{self.child.name} is ready")
 
     def log_lines(self) -> list[str]:
-        return self.child.log_path.read_text(errors="replace").splitlines()
+        """Without one that is being written."""
+        whole, _, _ = self.child.log_path.read_text(errors="replace").rpartition("\n")
+        return whole.splitlines()
 
 
 async def health_of(target: str, service: str) -> int:

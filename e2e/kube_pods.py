@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol, Self
@@ -15,6 +15,8 @@ from aiohttp.web_request import BaseRequest
 
 from e2e.backends import PAGE
 from e2e.kube_client import AWAY, STRATEGIC, KubeClient, Refused, Thing, path_of
+from e2e.listeners import shut
+from e2e.pages import until
 from tools.control_plane import KWOK_NODES
 
 NODE: Final = "lab-node"
@@ -33,6 +35,7 @@ _ADDRESSES = itertools.count(2)
 # Several runs on one machine keep out of each other's way.
 _NETWORK: Final = 80 + os.getpid() % 150
 _AGAIN_S = 0.1
+_POLL_S = 0.02
 
 
 def pod(
@@ -98,9 +101,9 @@ def _template(
 async def create_node(client: KubeClient, name: str = NODE) -> None:
     """A node that kwok keeps ready; without one, pods that name it are collected as garbage."""
     annotation, _, value = KWOK_NODES.partition("=")
-    with suppress(Refused):
-        metadata = {"name": name, "annotations": {annotation: value}}
-        await client.create({"apiVersion": "v1", "kind": "Node", "metadata": metadata})
+    metadata = {"name": name, "annotations": {annotation: value}}
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": metadata}
+    await at_last(lambda: client.create(node))
 
 
 def new_address() -> str:
@@ -146,17 +149,23 @@ class Light:
     _busy: set[object] = field(init=False, default_factory=set)
 
     async def start(self, address: str, ports: Sequence[int]) -> Self:
+        """Listens whole, or not at all."""
         self.go_on.set()
         self._server = web.Server(self._handle, access_log=None)
         loop = asyncio.get_running_loop()
-        for port in ports:
-            self._listeners.append(await loop.create_server(self._server, address, port))
+        try:
+            for port in ports:
+                listener = await loop.create_server(self._server, address, port, start_serving=False)
+                self._listeners.append(listener)
+                await listener.start_serving()
+        except BaseException:
+            await self.stop(0.0)
+            raise
         return self
 
     async def stop(self, grace_s: float) -> None:
         self.stopping = True
-        for listener in self._listeners:
-            listener.close()
+        await shut(*self._listeners)
         for connection in self._server.connections:
             if connection in self._busy:
                 connection.close()  # with its answer
@@ -174,7 +183,7 @@ class Light:
         for _ in itertools.count():
             if not self._server.connections:
                 return
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(_POLL_S)
 
     async def _handle(self, request: BaseRequest) -> web.StreamResponse:
         self._busy.add(request.protocol)
@@ -248,6 +257,7 @@ class Kubelet:
     go away meanwhile.
 
     Attributes:
+        let_go: preStop hooks end while it is set.
         new_address: of a pod that no annotation gives one.
         engines: what runs now, by name of the pod.
     """
@@ -258,6 +268,7 @@ class Kubelet:
     linger_s: float = 0.5
     new_address: Callable[[], str] = new_address
     engines: dict[str, Engine] = field(default_factory=dict)
+    let_go: asyncio.Event = field(default_factory=asyncio.Event)
     _running: dict[str, _Running] = field(default_factory=dict)
     _latest: dict[str, Thing] = field(default_factory=dict)
     _work: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -272,11 +283,14 @@ class Kubelet:
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        for running in list(self._running.values()):
-            await running.engine.stop(0.0)
+        stops = (running.engine.stop(0.0) for running in self._running.values())
+        results += await asyncio.gather(*stops, return_exceptions=True)
         for result in results:
             if isinstance(result, Exception):
                 raise result
+
+    def _addresses(self) -> set[str]:
+        return {running.address for running in self._running.values()}
 
     @property
     def addresses(self) -> dict[str, str]:
@@ -294,13 +308,14 @@ class Kubelet:
                     self._gone(uid)
                 for thing in there.values():
                     self._seen(thing)
-                async for kind, thing in self.client.watch(path, listed["metadata"]["resourceVersion"]):
-                    if kind == "ERROR":
-                        break
-                    if kind == "DELETED":
-                        self._gone(thing["metadata"]["uid"])
-                    else:
-                        self._seen(thing)
+                async with aclosing(self.client.watch(path, listed["metadata"]["resourceVersion"])) as events:
+                    async for kind, thing in events:
+                        if kind == "ERROR":
+                            break
+                        if kind == "DELETED":
+                            self._gone(thing["metadata"]["uid"])
+                        else:
+                            self._seen(thing)
             except (Refused, *AWAY):
                 await asyncio.sleep(_AGAIN_S)
 
@@ -332,8 +347,8 @@ class Kubelet:
             held = HOLD in thing["metadata"]["annotations"]
             running = self._running.get(uid)
             if running is None:
-                running = await self._start(uid, thing, held)
-                await self._tell(thing, running)
+                if await self._started(uid, thing, held):
+                    await self._tell(thing, self._running[uid])
             elif running.held != held:
                 running.held = held
                 await self._tell(thing, running)
@@ -341,14 +356,26 @@ class Kubelet:
                 return
         await self._kill(uid)
 
-    async def _start(self, uid: str, thing: Thing, held: bool) -> _Running:
+    async def _started(self, uid: str, thing: Thing, held: bool) -> bool:
+        """Whether it runs now. One that is to go meanwhile need not come up: what it needs may go first."""
+        try:
+            await self._start(uid, thing, held)
+        except Exception:
+            latest = self._latest.get(uid)
+            if latest is None or latest["metadata"].get("deletionTimestamp"):
+                return False
+            raise
+        return True
+
+    async def _start(self, uid: str, thing: Thing, held: bool) -> None:
         metadata = thing["metadata"]
         address = metadata["annotations"].get(POD_IP) or self.new_address()
+        # That of a pod which is gone, and whose engine ends just now.
+        await until(lambda: address not in self._addresses(), f"nobody is at {address} any more")
         ports = [port["containerPort"] for port in thing["spec"]["containers"][0].get("ports", ())]
         engine = await self.starts(thing, address, ports)
-        running = self._running[uid] = _Running(address, engine, held, _now())
+        self._running[uid] = _Running(address, engine, held, _now())
         self.engines[metadata["name"]] = engine
-        return running
 
     async def _tell(self, thing: Thing, running: _Running) -> None:
         ready = "False" if running.held else "True"
@@ -373,7 +400,7 @@ class Kubelet:
         }
         path = path_of("v1", "Pod", self.namespace, thing["metadata"]["name"], "status")
         body = {"metadata": {"uid": thing["metadata"]["uid"]}, "status": status}
-        await _at_last(lambda: self.client.patch(path, body, STRATEGIC))
+        await at_last(lambda: self.client.patch(path, body, STRATEGIC))
 
     async def _end(self, uid: str, thing: Thing) -> None:
         metadata = thing["metadata"]
@@ -381,11 +408,13 @@ class Kubelet:
         running = self._running.get(uid)
         if running is not None:
             linger_s = min(self.linger_s, grace_s)
-            await asyncio.sleep(linger_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(linger_s):
+                    await self.let_go.wait()
             await running.engine.stop(grace_s - linger_s)
             self._forget(uid)
         path = path_of("v1", "Pod", self.namespace, metadata["name"])
-        await _at_last(lambda: self.client.delete(path, 0, uid))
+        await at_last(lambda: self.client.delete(path, 0, uid))
 
     async def _kill(self, uid: str) -> None:
         running = self._running.get(uid)
@@ -403,18 +432,18 @@ def _now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-async def _at_last(call: Callable[[], Awaitable[object]]) -> None:
-    """Until the API server has taken it, or says that the object is another one or gone."""
+async def at_last(call: Callable[[], Awaitable[object]]) -> bool:
+    """Until the API server has taken it: True; or says that the object is another one or gone: False."""
     while True:
         try:
             await call()
         except Refused as refused:
             if refused.status in (404, 409):
-                return
+                return False
             if refused.status not in (403, 429, 500, 502, 503, 504):
                 raise
         except AWAY:
             pass
         else:
-            return
+            return True
         await asyncio.sleep(_AGAIN_S)

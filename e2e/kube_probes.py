@@ -5,13 +5,14 @@ Other than on a node, a container that has ended is started again at once, howev
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
-from e2e.kube_client import AWAY, STRATEGIC, KubeClient, Refused, Thing, path_of
+from e2e.kube_client import STRATEGIC, KubeClient, Thing, path_of
+from e2e.kube_pods import at_last
 from e2e.pages import until
 from epp.lab.stack import Child
 
@@ -101,15 +102,7 @@ class Care:
     async def _run(self, container: Thing) -> None:
         name, child = container["name"], self.children[container["name"]]
         while True:
-            exited = asyncio.create_task(child.wait())
-            watching = [exited, asyncio.create_task(self._until_dead(container))]
-            following = asyncio.create_task(self._follow_readiness(container))
-            try:
-                await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in (*watching, following):
-                    task.cancel()
-                await asyncio.gather(*watching, following, return_exceptions=True)
+            await _first(child.wait(), self._until_dead(container), self._follow_readiness(container))
             self._mark(name, ready=False)
             self._answered.discard(name)
             if child.returncode is None:
@@ -139,7 +132,7 @@ class Care:
     async def _follow_readiness(self, container: Thing) -> None:
         if READINESS not in container:
             self._mark(container["name"], ready=True)
-            return
+            await asyncio.get_running_loop().create_future()
         times, run = self._times(container, READINESS), 0
         await asyncio.sleep(times.initial_s)
         while True:
@@ -168,9 +161,9 @@ class Care:
         child, left_s = self.children[container["name"]], grace_s
         if hook := container.get("lifecycle", {}).get("preStop"):
             waits_s = min(float(hook["sleep"]["seconds"]), grace_s)
-            exited = asyncio.create_task(child.wait())
-            await asyncio.wait([exited], timeout=waits_s)
-            exited.cancel()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(waits_s):
+                    await child.wait()
             left_s = max(LEAST_GRACE_S if grace_s else 0.0, grace_s - waits_s)
         await child.stop(signal.SIGTERM if grace_s else signal.SIGKILL, left_s)
 
@@ -183,23 +176,25 @@ class Care:
         """Conditions and restarts into the pod's status, once somebody has given it its address."""
         metadata = self.pod["metadata"]
         path = path_of("v1", "Pod", metadata["namespace"], metadata["name"])
-        while True:
-            try:
-                await until(lambda: self._has_address(path), f"pod {metadata['name']} has its address")
-                await self._changed.wait()
-                self._changed.clear()
-                body = {"metadata": {"uid": metadata["uid"]}, "status": self._status()}
-                await self.client.patch(f"{path}/status", body, STRATEGIC)
-            except Refused as refused:
-                if refused.status in (404, 409):
-                    return
-                raise
-            except AWAY:
-                self._changed.set()
-                await asyncio.sleep(0.1)
+        pod: Thing = {}
 
-    async def _has_address(self, path: str) -> bool:
-        return "podIP" in (await self.client.get(path))["status"]
+        async def look() -> None:
+            nonlocal pod
+            pod = await self.client.get(path)
+
+        async def has_address() -> bool:
+            return not await at_last(look) or "podIP" in pod["status"]
+
+        def told() -> Awaitable[Thing]:
+            body = {"metadata": {"uid": metadata["uid"]}, "status": self._status()}
+            return self.client.patch(f"{path}/status", body, STRATEGIC)
+
+        await until(has_address, f"pod {metadata['name']} has its address")
+        there = True
+        while there:
+            await self._changed.wait()
+            self._changed.clear()
+            there = await at_last(told)
 
     def _status(self) -> Thing:
         whole = str(self.ready == {*self.children})
@@ -216,3 +211,17 @@ class Care:
                 for each in self._containers
             ],
         }
+
+
+async def _first(*ways: Coroutine[Any, Any, object]) -> None:
+    """Until one of them has ended, or failed; the others are given up."""
+    tasks = [asyncio.create_task(way) for way in ways]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result

@@ -10,6 +10,7 @@ from typing import Self
 from e2e.kube import PICKER_RULES, Namespace
 from e2e.kube_access import Access
 from e2e.kube_client import Thing
+from e2e.listeners import shut
 from epp.lab.stack import HOST, free_ports
 
 
@@ -37,6 +38,7 @@ class Relay:
     connections: int = 0
     _open: set[_Connection] = field(default_factory=set)
     _work: set[asyncio.Task[None]] = field(default_factory=set)
+    _resets: int = 0
     _server: asyncio.Server | None = None
 
     async def __aenter__(self) -> Self:
@@ -54,13 +56,14 @@ class Relay:
 
     async def cut(self) -> None:
         """From now on connections are refused, and there are none."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        server, self._server = self._server, None
+        if server is not None:
+            await shut(server)
         self.reset()
 
     def reset(self) -> None:
-        """Ends all connections; new ones are accepted."""
+        """Ends all connections, those too that are only being made; new ones are accepted."""
+        self._resets += 1
         for connection in tuple(self._open):
             connection.reset()
 
@@ -74,13 +77,21 @@ class Relay:
         assert task is not None
         self._work.add(task)
         task.add_done_callback(self._work.discard)
+        # The loop accepted it before a cut, and tells of it after.
+        if self._server is None:
+            writer.transport.abort()
+            return
         self.connections += 1
+        resets = self._resets
         try:
             from_server, to_server = await asyncio.open_connection(HOST, self.to_port)
         except OSError:
             writer.transport.abort()
             return
         connection = _Connection(writer, to_server)
+        if self._resets != resets:
+            connection.reset()
+            return
         self._open.add(connection)
         try:
             await asyncio.gather(

@@ -324,3 +324,10 @@ async def restrict(namespace: Namespace) -> None:
     await namespace.change(
         path_of("v1", "Namespace", "", namespace.name), {"metadata": {"labels": RESTRICTED}}
     )
+    stranger = pod("stranger", {})
+
+    async def is_refused() -> bool:
+        return bool(await _refused(namespace, stranger))
+
+    # The API server learns of labels by watching them.
+    await until(is_refused, "pods of another kind are refused")

@@ -57,7 +57,8 @@ async def total(picker: Picker, name: str) -> float:
 
 async def has_ready(picker: Picker, count: int) -> bool:
     """Whether so many endpoints may be chosen now."""
-    return (await figures(picker))["ready_endpoints"] == [count]
+    # A picker that has only just opened its ports tells no figures of its pool yet.
+    return (await figures(picker)).get("ready_endpoints") == [count]
 
 
 async def until(holds: Callable[[], object], what: str) -> None:
@@ -110,4 +111,5 @@ async def decisions(picker: Picker, last: int = 256, **query: str) -> dict[str, 
 def complaints(picker: Picker) -> list[str]:
     """Lines of the log that tell of a fault in the picker itself."""
     marks = ("Traceback", "stacktrace", "never retrieved", "was never awaited", '"level": "error"')
-    return [line for line in picker.child.log_path.read_text().splitlines() if any(m in line for m in marks)]
+    lines = picker.child.log_path.read_text(errors="replace").splitlines()
+    return [line for line in lines if any(mark in line for mark in marks)]

@@ -136,6 +136,7 @@ async def scripted_gateway(
         endpoints=[script.engine],
         fail_open=False,
         mode=mode,
+        health_timeout_s=10.0,
     )
     for old, new in edits(log, http2).items():
         assert config.count(old) == 1, old

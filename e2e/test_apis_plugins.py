@@ -159,7 +159,7 @@ async def test_an_agent_stays_where_it_is(line: Line) -> None:
         for _ in range(8):
             await client.messages.create(model=ENGINE_MODEL, max_tokens=6, messages=HELLO)
     assert sorted(line.shares()) == [0, 0, 8]
-    agents = [{AGENT: f"s-{number}", **headers} for number in range(2, 42)]
+    agents = [{AGENT: f"s-{number}", **headers} for number in range(2, 82)]
     for agent in agents:
         await line.ask(1, **agent)
     assert 0 not in line.shares()

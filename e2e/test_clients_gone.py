@@ -19,7 +19,7 @@ from e2e.questions import Question, ask, openai_client, text_of
 from epp.lab.stack import Gateway, LabEngines
 from epp.runtime.options import TRANSPORTS
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400)]
 
 CLIENTS = 500
 AT_ONCE = 40

@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
+from e2e.backends import backend
 from e2e.configured import behind_envoy
 from e2e.grpc_engine import SERVICE, Engine, engine
 from e2e.pages import on, total
@@ -38,6 +39,9 @@ plugins:
     - key: {namespace: %s, name: cost}
       expression: usage.prompt_tokens + usage.completion_tokens * 2.0
       condition: usage.completion_tokens > 0.0
+- type: metrics-data-source
+  parameters: {port: %d}
+- type: core-metrics-extractor
 - name: endpoints
   type: file-discovery
   parameters: {path: %s, watchFile: true}
@@ -50,6 +54,10 @@ requestHandler:
   parsers:
   - {pluginRef: vllmgrpc-parser}
 dataLayer:
+  sources:
+  - pluginRef: metrics-data-source
+    extractors:
+    - {pluginRef: core-metrics-extractor}
   discovery: {pluginRef: endpoints}
 """
 
@@ -70,10 +78,13 @@ class Line:
 async def line(request: pytest.FixtureRequest, envoy: Path, tmp_path: Path) -> AsyncIterator[Line]:
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(engine()) for _ in range(3)]
+        # One page for all. An engine without a page is in question only while it answers calls: all calls
+        # would meet on it, whatever their prompts are.
+        pages = await stack.enter_async_context(backend())
         addresses = [(HOST, one.port) for one in engines]
         endpoints = tmp_path / "picker-endpoints.yaml"
         flags = (*on(request.param), "--emit-endpoint-scores")
-        picker = Picker(tmp_path, addresses, config=CONFIG % (SPACE, endpoints), flags=flags)
+        picker = Picker(tmp_path, addresses, config=CONFIG % (SPACE, pages.port, endpoints), flags=flags)
         changed = edits(tmp_path / "access.log", http2=True)
         port = await stack.enter_async_context(behind_envoy(picker, addresses, envoy, changed))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{HOST}:{port}"))
@@ -82,19 +93,14 @@ async def line(request: pytest.FixtureRequest, envoy: Path, tmp_path: Path) -> A
 
 
 def assert_logged(log: Path, ports: list[int]) -> None:
-    """Every answer with output told its cost, and every choice the scores of all that were in question.
-
-    The engines have no page of metrics to read: those that do not answer calls either are not in question
-    for long.
-    """
+    """Every answer with output told its cost, and every choice the scores of all."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["own"] for line in lines] == [{"cost": 13.0}] * 6 + [None, None]
     chosen = [line["lb"] for line in lines[:7]]
     everyone = {f"{HOST}:{port}" for port in ports}
-    assert set(chosen[0][names.DESTINATION_ENDPOINT_SCORES]) == everyone
     for told in chosen:
         scores = told[names.DESTINATION_ENDPOINT_SCORES]
-        assert set(scores) <= everyone
+        assert set(scores) == everyone
         assert scores[told[names.DESTINATION_ENDPOINT]] == max(scores.values())
     assert max(chosen[5][names.DESTINATION_ENDPOINT_SCORES].values()) == 1.0
 

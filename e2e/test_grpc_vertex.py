@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
+from e2e.backends import backend
 from e2e.configured import behind_envoy
 from e2e.grpc_engine import serving
 from e2e.pages import on, settled, total
@@ -32,6 +33,9 @@ plugins:
 - type: prefix-cache-scorer
 - type: max-score-picker
 - type: vertexai-parser
+- type: metrics-data-source
+  parameters: {port: %d}
+- type: core-metrics-extractor
 - name: endpoints
   type: file-discovery
   parameters: {path: %s, watchFile: true}
@@ -44,6 +48,10 @@ requestHandler:
   parsers:
   - {pluginRef: vertexai-parser}
 dataLayer:
+  sources:
+  - pluginRef: metrics-data-source
+    extractors:
+    - {pluginRef: core-metrics-extractor}
   discovery: {pluginRef: endpoints}
 modelRewrites:
 - name: one
@@ -139,8 +147,11 @@ def asked(document: Any) -> bytes:
 async def line(request: pytest.FixtureRequest, envoy: Path, tmp_path: Path) -> AsyncIterator[Line]:
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(engine()) for _ in range(3)]
+        # One page for all. An engine without a page is in question only while it answers calls: all calls
+        # would meet on it, whatever their prompts are.
+        pages = await stack.enter_async_context(backend())
         addresses = [(HOST, one.port) for one in engines]
-        config = CONFIG % (tmp_path / "picker-endpoints.yaml", TARGET)
+        config = CONFIG % (pages.port, tmp_path / "picker-endpoints.yaml", TARGET)
         picker = Picker(tmp_path, addresses, config=config, flags=on(request.param))
         changed = edits(tmp_path / "access.log", http2=True)
         port = await stack.enter_async_context(behind_envoy(picker, addresses, envoy, changed))

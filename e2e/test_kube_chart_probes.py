@@ -17,8 +17,9 @@ from e2e.kube_picker import health_of
 from e2e.kube_pods import HOLD, SERVED, Light
 from e2e.kube_probes import LIVENESS
 from e2e.kube_relay import Relay
-from e2e.kube_release import HTTP_PORT, NOTICED_S, Release, Site, answered, site, until_answered
+from e2e.kube_release import HTTP_PORT, NOTICED_S, Release, Site, site, until_answered
 from e2e.pages import total, until
+from e2e.test_kube_chart import answer
 from epp import names
 from epp.wire.health_pb2 import HealthCheckResponse
 from tests.contract.test_chart_render import OPEN_METRICS, SELECTOR, SERVICE, STANDALONE
@@ -26,7 +27,7 @@ from tests.data.chart.rendering import LABELS, Object, values
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(480),
     pytest.mark.usefixtures("definitions_of_others"),
 ]
 
@@ -36,9 +37,15 @@ FAST: Final = 0.1
 """A pace at which what takes a minute takes six seconds."""
 RESTARTED_S: Final = 5 + 6 * 10 + 10 + 10
 """Until a picker that hangs is started again, at most; the last ten for a busy machine."""
+PACED_S: Final = RESTARTED_S * FAST
 LEASE_S: Final = 15.0
-SLACK_S: Final = 12.0
-AT_ONCE_S: Final = 10.0
+RENEWED_S: Final = 2.0
+AT_ONCE_S: Final = LEASE_S - RENEWED_S - 0.5
+"""Less than a lease lasts whose holder has gone without giving it back."""
+BUSY_S: Final = 20.0
+"""What a busy machine may add."""
+LATE_S: Final = 4.5
+"""How long the pod has been told to end, when requests still do not notice."""
 
 
 def cared_for(*given: Object, drain_s: float = 0.2, **epp: object) -> Object:
@@ -73,20 +80,20 @@ async def test_only_a_picker_that_hangs_is_started_again(namespace: Namespace, e
         unready_s = time.monotonic() - began_s
         await until(lambda: restarts(picker), "it is started again")
         print(f"a picker that hung was not ready after {unready_s:.1f} s")
-        assert time.monotonic() - began_s < RESTARTED_S * FAST + 6, "the questions' time-outs are not paced"
+        assert time.monotonic() - began_s < PACED_S + BUSY_S
         assert (restarts(picker), why(picker)) == (1, [LIVENESS])
         await until(ready, "it is ready again")
 
         await namespace.delete(POOL_VERSION, "InferencePool", "rel")
         await until(lambda: not_(ready), "without its pool it is not ready")
-        await asyncio.sleep(RESTARTED_S * FAST)
+        await asyncio.sleep(PACED_S)
         assert not await ready()
         await namespace.create(pool("rel", LABELS))
         await until(ready, "with its pool it is ready again")
 
         await relay.cut()
         cut_s = time.monotonic()
-        while time.monotonic() < cut_s + RESTARTED_S * FAST:
+        while time.monotonic() < cut_s + PACED_S:
             assert await ready()
             assert await picker.ready()
             await asyncio.sleep(0.2)
@@ -149,23 +156,24 @@ async def test_only_the_leader_is_ready(namespace: Namespace, envoy: Path) -> No
 
             killed_s = time.monotonic()
             second.children[PICKER].send(signal.SIGKILL)
+            well_s = await load.is_well(killed_s)
             await until(lambda: restarts(second), "it is started again")
             await until(lambda: not_(lambda: is_ready(namespace, second.name)), "it is not ready")
             await until(lambda: any_ready(namespace, made), "one is ready")
             took_s = time.monotonic() - killed_s
             print(f"the leader was killed, and one was ready {took_s:.1f} s later")
-            assert took_s < LEASE_S + 2 + SLACK_S
+            assert took_s < LEASE_S + RENEWED_S + BUSY_S
             await load.answered(60)
-            lost = [each for each in load.failed() if not of_the_dead(each, killed_s)]
+            lost = [each for each in load.failed() if not of_the_dead(each, killed_s, well_s)]
             assert lost == [], lost
         assert why(second) == ["exit"]
         assert why(third) == []
         await release.uninstall()
 
 
-def of_the_dead(sent: Sent, killed_s: float) -> bool:
-    """With the leader when it died, or sent to it before its proxy knew."""
-    return sent.ended_s >= killed_s and sent.started_s <= killed_s + NOTICED_S
+def of_the_dead(sent: Sent, killed_s: float, well_s: float) -> bool:
+    """With the leader when it died, or sent to it before its proxy knew, which it did by `well_s`."""
+    return sent.ended_s >= killed_s and sent.started_s < well_s
 
 
 async def leader_first(namespace: Namespace, pickers: list[Running]) -> list[Running]:
@@ -209,8 +217,11 @@ async def never_two_ready(namespace: Namespace, made: Site) -> AsyncIterator[Non
     async def look() -> None:
         while True:
             found = [each for each in made.containers.running.values() if PICKER in each.children]
-            said = [each.name for each in found if await each.ready()]
-            assert len(said) < 2, said
+            said = [each for each in found if await each.ready()]
+            if len(said) > 1:
+                # One may have ceased to be while the next was asked.
+                still = [each.name for each in said if await each.ready()]
+                assert len(still) < 2, still
             await asyncio.sleep(0.1)
 
     looking = asyncio.create_task(look())
@@ -235,7 +246,7 @@ async def test_a_proxy_beside_the_picker_serves_until_it_ends(
         SELECTOR,
         {"router": {"proxy": {"failOpen": fail_open}}},
         drain_s=1,
-        terminationGracePeriodSeconds=16,
+        terminationGracePeriodSeconds=22,
     )
     release = Release(namespace)
     async with site(namespace, envoy, 1.0) as made:
@@ -244,7 +255,8 @@ async def test_a_proxy_beside_the_picker_serves_until_it_ends(
         both = await made.picker()
         await until(lambda: is_ready(namespace, both.name), "the pod is ready")
         url = f"http://{both.host}:{HTTP_PORT}"
-        assert await answered(url, 20) == {*ENGINES}
+        await answer(url, {*ENGINES}, from_now=False)
+        await until(lambda: total(both, "request_total"), "the picker is asked")
         for engine in made.kubelet.engines.values():
             if isinstance(engine, Light):
                 engine.answer_s = 0.2
@@ -253,7 +265,7 @@ async def test_a_proxy_beside_the_picker_serves_until_it_ends(
             await load.answered(10)
             told_s = time.monotonic()
             await namespace.delete("v1", "Pod", both.name)
-            await asyncio.sleep(4.5)
+            await until(lambda: load.begun(told_s + LATE_S), "requests are answered that began late")
             begun = len(load.begun(told_s + NOTICED_S))
             assert await total(both, "request_total") >= asked + begun > asked, (
                 "it is still the picker that chooses"

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480)]
 
 CASES: Final = Path(__file__).parents[1] / "tests" / "data" / "kube" / "crd_cases.yaml"
 LABELS: Final = {"app": "engine"}
-LINGER_S: Final = 4.0
-"""A preStop hook that a test can look at while it runs."""
+GRACE_S: Final = 600
+"""Longer than a test takes: of a pod whose preStop hook lasts until it is let go."""
 
 
 @asynccontextmanager
@@ -178,6 +178,7 @@ async def unknown(client: KubeClient, namespace: Namespace) -> bool:
 async def test_files_as_in_a_pod(namespace: Namespace) -> None:
     access = await namespace.access([rule("", "pods", "list")])
     folder, variables = access.in_cluster()
+    before = there(SERVICE_ACCOUNT_FOLDER)
     script = f"cat {SERVICE_ACCOUNT_FOLDER}/namespace {SERVICE_ACCOUNT_FOLDER}/token; ls -a /run"
     process = await asyncio.create_subprocess_exec(
         *in_own_mounts(["sh", "-c", script], folder), stdout=asyncio.subprocess.PIPE
@@ -185,12 +186,13 @@ async def test_files_as_in_a_pod(namespace: Namespace) -> None:
     output, _ = await process.communicate()
     assert process.returncode == 0
     assert output.decode().startswith(namespace.name + access.token)
-    assert not is_there(SERVICE_ACCOUNT_FOLDER), "the mount is not the child's alone"
+    assert there(SERVICE_ACCOUNT_FOLDER) == before, "the mount is not the child's alone"
     assert f"https://127.0.0.1:{variables['KUBERNETES_SERVICE_PORT']}" == namespace.plane.url
 
 
-def is_there(path: str) -> bool:
-    return Path(path).exists()
+def there(path: str) -> list[str]:
+    """Names of the files in a folder, which may be missing; one that this machine has of its own counts."""
+    return sorted(str(each.resolve()) for each in Path(path).glob("*"))
 
 
 async def test_the_audit_log_tells_who_asked_for_what(namespace: Namespace) -> None:
@@ -200,9 +202,9 @@ async def test_the_audit_log_tells_who_asked_for_what(namespace: Namespace) -> N
         with pytest.raises(Refused):
             await client.items(namespace.path("v1", "Secret"))
         await namespace.create(pod("late", LABELS, served=False))
-        async for kind, thing in client.watch(namespace.path("v1", "Pod"), "0"):
+        async with aclosing(client.watch(namespace.path("v1", "Pod"), "0")) as events:
+            kind, thing = await anext(events)
             assert (kind, thing["metadata"]["name"]) == ("ADDED", "late")
-            break
     wanted = {
         ("list", "pods", namespace.name, 200),
         ("list", "secrets", namespace.name, 403),
@@ -257,8 +259,8 @@ async def is_gone(namespace: Namespace, name: str) -> bool:
 
 
 async def test_pods_answer_while_they_are_there(namespace: Namespace) -> None:
-    async with Kubelet(namespace.client, namespace.name, linger_s=LINGER_S) as kubelet:
-        await namespace.create(pod("a", LABELS, ports=(8000, 8001)))
+    async with Kubelet(namespace.client, namespace.name, linger_s=GRACE_S) as kubelet:
+        await namespace.create(pod("a", LABELS, ports=(8000, 8001), grace_s=GRACE_S))
         await until(lambda: is_ready(namespace, "a"), "the pod is ready")
         address = kubelet.addresses["a"]
         for port in (8000, 8001):
@@ -273,6 +275,7 @@ async def test_pods_answer_while_they_are_there(namespace: Namespace) -> None:
         there = await namespace.client.get(namespace.path("v1", "Pod", "a"))
         assert there["metadata"]["deletionTimestamp"]
         assert (await one(f"http://{address}:8000")).ok, "its preStop hook runs still"
+        kubelet.let_go.set()
         await until(lambda: is_gone(namespace, "a"), "the pod is gone")
         assert not (await one(f"http://{address}:8000")).ok
         assert not kubelet.engines

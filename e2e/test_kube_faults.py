@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480)]
 
 SOON_S: Final = 1.0
 """Longer than what was under way when a fault began."""
+LINGERS_S: Final = 240
+"""Of a pod that is marked to go and serves on to the end of the test."""
 
 
 async def engine_dies_unnoticed(made: Line) -> None:
@@ -53,9 +55,9 @@ async def test_a_picker_that_hears_of_no_change_is_seen(
     namespace: Namespace, envoy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has the pods' addresses from a file, as they were."""
-    async with Kubelet(namespace.client, namespace.name, linger_s=60.0) as kubelet:
+    async with Kubelet(namespace.client, namespace.name, linger_s=LINGERS_S) as kubelet:
         for name in ("a", "b"):
-            await namespace.create(pod(name, LABELS))
+            await namespace.create(pod(name, LABELS, grace_s=LINGERS_S))
         await until(lambda: len(kubelet.addresses) == 2, "the pods run")
         picker = Picker(namespace.folder, [(address, PORT) for address in kubelet.addresses.values()])
         try:

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-import signal
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,14 +12,12 @@ import yaml
 from e2e.kube import Namespace
 from e2e.kube_client import Thing
 from e2e.kube_containers import PICKER
-from e2e.kube_load import one
+from e2e.kube_load import PodLoad
 from e2e.kube_picker import proxied
 from e2e.kube_release import (
     HTTP_PORT,
     MANIFESTS,
-    NOTICED_S,
     SERVED_PODS,
-    answered,
     everything,
     is_accepted,
     kustomization,
@@ -28,15 +26,15 @@ from e2e.kube_release import (
     same,
     site,
     until_all_is_used,
-    until_answered,
 )
 from e2e.pages import until
+from e2e.test_kube_chart import answer, dies
 from tests.data.kube import kustomize
 from tools.control_plane import ControlPlane
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(480),
     pytest.mark.usefixtures("definitions_of_others"),
 ]
 
@@ -137,7 +135,7 @@ async def test_behind_a_gateway(
         await kubectl(control_plane, "apply", f"--namespace={namespace.name}", *files)
         picker = await made.picker()
         async with proxied(envoy, picker, tls=True) as url:
-            assert await answered(url, 20, **{"x-llm-d-inference-objective": "interactive"}) == {*ENGINES}
+            await answer(url, {*ENGINES}, headers={"x-llm-d-inference-objective": "interactive"})
         assert [(await picker.show_metrics(shown))[0] for shown in ("", reader.token)] == [401, 403]
         for kind, name in (
             ("InferenceObjective", "interactive"),
@@ -177,16 +175,15 @@ async def test_a_proxy_beside_the_picker(
         await kubectl(control_plane, "apply", "-k", str(folder))
         both = await made.picker()
         url = f"http://{both.host}:{HTTP_PORT}"
-        await until_answered(url)
-        assert await answered(url, 20) == {*ENGINES}
+        await answer(url, {*ENGINES}, from_now=False)
         assert (await both.show_metrics())[0] == 200
-        await both.children[PICKER].stop(signal.SIGKILL)
-        await asyncio.sleep(NOTICED_S)
-        assert (await one(url)).status == 503
+        await dies(both)
+        async with PodLoad(url, lanes=2) as load:
+            await load.comes_to({503}, time.monotonic())
+        assert load.pods() == {}
         await both.children[PICKER].start()
         await until(both.ready, "the picker is ready again")
-        await until_answered(url)
-        assert await answered(url, 20) == {*ENGINES}
+        await answer(url, {*ENGINES}, from_now=False)
         await until_all_is_used(namespace, ACCOUNT)
         await kubectl(control_plane, "delete", "--wait=false", "-k", str(folder))
         await same(namespace, before, "nothing is left")

@@ -104,7 +104,7 @@ async def test_only_who_has_the_right_reads_metrics(namespace: Namespace) -> Non
     reader = await namespace.access((), READER_RULES, name="reader")
     nobody = await namespace.access((), name="nobody")
     now = int(time.time())
-    past = {"iat": now - 7200, "nbf": now - 7200, "exp": now - 60}
+    past = {"iat": now - 7200, "nbf": now - 7200, "exp": now - 3600}
     expired = forged(namespace, reader.token, **past)
     lasting = forged(namespace, reader.token, exp=now + 900)
     async with running(picker):

@@ -6,7 +6,8 @@ import json
 import signal
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -42,9 +43,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480)]
 LINGERS_S: Final = 120
 """A preStop hook, and grace, of pods that are marked to go and serve on to the end of the test."""
 AWAY_S: Final = 3.0
-DRAIN_S: Final = 5
+DRAIN_S: Final = 10
 """Long enough that Envoy notices, however busy the machine."""
-SILENCE_S: Final = 5.0
+SILENCE_S: Final = 12.0
+"""Longer than the API server needs to agree to a watch, however busy the machine."""
+MANY: Final = 90
+"""Requests in a row that tell who is asked: one of three pods is in none of them once in 10^14 times."""
 _OF_KUBERNETES: Final = ("epp.runtime.in_cluster", "epp.runtime.kube.lease")
 
 
@@ -83,7 +87,7 @@ async def until_told(picker: ClusterPicker, namespace: Namespace, word: str) -> 
 
 async def until_over(picker: ClusterPicker, namespace: Namespace, times: int = 1) -> None:
     for path in collections(namespace):
-        await until(lambda path=path: len(told(picker, path)[1]) == times, f"{path} is followed again")  # type: ignore[misc]
+        await until(lambda path=path: len(told(picker, path)[1]) >= times, f"{path} is followed again")  # type: ignore[misc]
 
 
 def assert_told_once(picker: ClusterPicker, namespace: Namespace) -> None:
@@ -120,7 +124,7 @@ async def test_an_api_server_that_is_killed_and_comes_back(
         killed_s = time.monotonic()
         mortal_plane.kill(API_SERVER)
         await until_told(picker, namespace, "what is known stays in use")
-        await load.answered(60)
+        await load.answered(MANY)
         assert await picker.serves()
         mortal_plane.spawn(API_SERVER)
         await asyncio.to_thread(mortal_plane.wait_ready, API_SERVER)
@@ -211,6 +215,18 @@ async def test_etcd_that_is_killed_and_an_api_server_that_is_frozen(
     assert_well(load)
 
 
+class Watching(KubeApi):
+    """Notes in `agreed` which collections are watched: the server has said so."""
+
+    agreed: set[str]
+
+    async def watch(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[list[bytes], None]:
+        async with aclosing(super().watch(path, query)) as batches:
+            async for lines in batches:
+                self.agreed.add(path)
+                yield lines
+
+
 class Heard:
     """What a cluster told last."""
 
@@ -239,12 +255,14 @@ async def test_a_connection_that_dies_without_a_word(namespace: Namespace) -> No
         await namespace.create(pool(POOL, LABELS))
         for name in ("a", "b"):
             await namespace.create(pod(name, LABELS))
-        api = KubeApi(await of_kubeconfig(str(access.kubeconfig()), {}), silence_s=SILENCE_S)
+        api = Watching(await of_kubeconfig(str(access.kubeconfig()), {}), silence_s=SILENCE_S)
+        api.agreed = set()
         hears, said = Heard(), list[str]()
         cluster = Cluster(api, PoolTarget(POOL, namespace.name), hears, said=said.append)
         following = asyncio.create_task(cluster.run())
         try:
             await until(lambda: hears.known and hears.names == {"a", "b"}, "the pods are known")
+            await until(lambda: api.agreed == collections(namespace), "all is watched")
             relay.silence()
             await namespace.delete("v1", "Pod", "a", 0)
             await namespace.create(pod("c", LABELS))
@@ -297,8 +315,7 @@ async def test_tokens_that_rotate_in_a_pod(namespace: Namespace, envoy: Path) ->
         PodLoad(made.url, pause_s=0.05) as load,
     ):
         access = made.access[0]
-        first = credential(access)
-        await access.revoke()
+        first, of_first = credential(access), parts(access)[1]["kubernetes.io"]["secret"]["name"]
         await access.rotate()
         assert credential(access) != first
         # Calls to keep the lease come one after the other: then none with the first token is under way.
@@ -306,13 +323,15 @@ async def test_tokens_that_rotate_in_a_pod(namespace: Namespace, envoy: Path) ->
         await until(
             lambda: credential(access) in credentials(namespace, access, beginning), "the new token is used"
         )
+        await namespace.delete("v1", "Secret", of_first)
         rotated = datetime.now(UTC)
         relay.reset()
         await made.pod("pod-3")
         await until(lambda: "pod-3" in load.pods(), "the new pod gets requests")
         assert credentials(namespace, access, rotated) == {credential(access)}
     assert_well(load)
-    assert warnings(made.pickers[0]) == []
+    # A lease that was asked for as its connection ended is told.
+    assert [text for text in warnings(made.pickers[0]) if not text.startswith("lease ")] == []
 
 
 def credential(access: Access) -> str:
@@ -359,7 +378,7 @@ async def test_a_token_that_ends_and_rights_that_are_taken_away(namespace: Names
         await until_told(picker, namespace, "; a Role has to allow list and watch")
         assert await picker.serves()
         deleted_s = await made.delete_pod("pod-0", LINGERS_S)
-        await load.answered(60)
+        await load.answered(MANY)
         assert {*load.pods(deleted_s)} == {"pod-0", "pod-1", "pod-2"}
         await access.allow(PICKER_RULES)
         await until_over(picker, namespace, times=2)
@@ -457,15 +476,16 @@ async def test_one_of_two_pickers_loses_the_api_server(namespace: Namespace, env
         await made.pod("pod-3")
         await until(lambda: has_ready(other, 4), "the other picker knows the new pod")
         assert await has_ready(lone, 3)
-        await load.answered(60)
+        # Of all requests few reach a pod that one of the two knows: no number of them makes it sure.
+        await until(lambda: load.pods(cut_s).keys() == {*made.kubelet.engines}, "each pod is asked")
         assert await lone.serves()
-        assert {*load.pods(cut_s)} == {"pod-0", "pod-1", "pod-2", "pod-3"}
         asked = await total(lone, "request_total")
         deleted_s = await made.delete_pod("pod-0")
         await until(lambda: has_ready(lone, 2), "the lone picker finds out that pod-0 answers no more")
         found_s = time.monotonic()
         print(f"a picker without API server found out that a pod had ended {found_s - deleted_s:.1f} s later")
-        well_s = await load.comes_to({"pod-1", "pod-2", "pod-3"}, found_s)
+        well_s = await load.is_well(found_s)
+        await until(lambda: "pod-3" in load.pods(well_s), "the other picker knows more pods still")
         assert await total(lone, "request_total") > asked
         await relay.heal()
         await until_over(lone, namespace)
@@ -473,6 +493,7 @@ async def test_one_of_two_pickers_loses_the_api_server(namespace: Namespace, env
         await load.comes_to({"pod-1", "pod-2", "pod-3"}, time.monotonic())
     assert [each for each in load.failed() if each.ended_s < deleted_s] == []
     assert_well(load, well_s)
+    assert "pod-0" not in load.pods(well_s)
 
 
 # -- who leads, and what it may do ------------------------------------------------------------------

@@ -18,7 +18,7 @@ from e2e.kube_line import LABELS, POOL, PORT, line
 from e2e.kube_load import MODEL, PodLoad, ask, one
 from e2e.kube_picker import SPREAD, ClusterPicker, pool_flags, proxied, running, selector_flags
 from e2e.kube_pods import Kubelet, Light, pod
-from e2e.pages import samples, until
+from e2e.pages import has_ready, samples, until
 from epp import names
 from epp.wire.health_pb2 import HealthCheckResponse
 
@@ -164,6 +164,7 @@ async def test_a_selector_in_place_of_a_pool(namespace: Namespace, envoy: Path) 
         for name, labels in pods.items():
             await namespace.create(pod(name, labels, (PORT, PORT + 1)))
         await until(lambda: all_ready(namespace, len(pods)), "the pods are ready")
+        await until(lambda: has_ready(picker, 4), "the picker knows two of them, and two ports of each")
         async with PodLoad(url) as load:
             await load.comes_to({"one", "two"}, time.monotonic())
             assert {each.port for each in load.sent} == {PORT, PORT + 1}

@@ -179,9 +179,11 @@ async def never_two_ready(made: Line) -> AsyncIterator[None]:
             await asyncio.sleep(0.1)
 
     task = asyncio.create_task(look())
-    yield
-    task.cancel()
-    with_error = await asyncio.gather(task, return_exceptions=True)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with_error = await asyncio.gather(task, return_exceptions=True)
     assert isinstance(with_error[0], asyncio.CancelledError), with_error
 
 

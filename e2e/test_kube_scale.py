@@ -20,7 +20,7 @@ from e2e.kube_pods import pod
 from e2e.pages import has_ready, until
 from epp.lab.stack import free_ports
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 PODS: Final = 500
 DEADLINE_S: Final = 300.0

@@ -256,7 +256,8 @@ async def test_conditions_are_written_when_there_is_a_reason(namespace: Namespac
         await namespace.change(plain, {"metadata": {"labels": {"seen": "yes"}}})
         await namespace.create(objective("marker", POOL, 1))
         await tells(namespace, OBJECTIVE, "marker", **ACCEPTED)
-        assert written(namespace)[writer, "plain"] == 1
+        initially = {(writer, name): 1 for name in ("plain", "a-older", "b-younger", "marker")}
+        await are_written(namespace, initially)
         await in_a_later_second_than(first, before)
         await namespace.change(plain, {"spec": {"priority": 6}})
         second = await tells(namespace, OBJECTIVE, "plain", **ACCEPTED)
@@ -314,9 +315,16 @@ async def test_an_object_that_moves_to_another_pool_takes_nothing_along(namespac
             there = await read(namespace, kind, "wanderer")
             assert conditions(there)["Reviewed"] == REVIEWED
             assert says(there).get("Accepted") in (None, "Unknown Pending")
-        # Each arrival and each departure is written once for each kind, and nobody fights.
-        await asyncio.sleep(0.5)
-        assert sum(written(namespace).values()) <= 2 * (4 + 4)
+        # Each arrival and each departure is written for each kind, and nobody fights: who sees the other's
+        # write later than its own may repeat that once, and then all are quiet.
+        await until(lambda: is_quiet(namespace), "nobody writes any more")
+        assert sum(written(namespace).values()) <= 2 * 2 * (4 + 4)
+
+
+async def is_quiet(namespace: Namespace) -> bool:
+    before = written(namespace)
+    await asyncio.sleep(0.5)
+    return written(namespace) == before
 
 
 async def only(namespace: Namespace, kind: str, wanted: set[str]) -> None:
@@ -342,6 +350,10 @@ def refused(namespace: Namespace, picker: ClusterPicker) -> Counter[tuple[str, s
     return Counter((each.object_ref.resource, each.verb) for each in asked if each.status == 403)
 
 
+def told(picker: ClusterPicker, what: str) -> list[str]:
+    return [text for text in picker.log_lines() if what in text]
+
+
 async def answers(url: str) -> bool:
     return (await one(url)).ok
 
@@ -364,9 +376,8 @@ async def test_missing_rights_cost_conditions_and_nothing_else(namespace: Namesp
     ):
         await namespace.create(pod("a", LABELS))
         await until(lambda: leads(silent), "who may have the lease leads")
-        await until(
-            lambda: refused(namespace, silent)[("inferencemodelrewrites", "patch")], "it tried to write"
-        )
+        patches = {(resource, "patch") for resource in STATUSES}
+        await until(lambda: refused(namespace, silent).keys() >= patches, "it tried to write")
         await namespace.change(namespace.path(POLICY_VERSION, OBJECTIVE, "goal-0"), {"spec": {"priority": 7}})
         for picker in pickers:
             await until(lambda picker=picker: has_ready(picker, 1), "both know the pod")  # type: ignore[misc]
@@ -376,14 +387,14 @@ async def test_missing_rights_cost_conditions_and_nothing_else(namespace: Namesp
         )
         for _ in range(10):
             assert (await one(url)).ok
-        assert refused(namespace, silent).keys() == {(resource, "patch") for resource in STATUSES}
+        assert refused(namespace, silent).keys() == patches
         for picker, missing in (
             (leaseless, "with get, create and update on leases"),
             *((silent, f"with patch on {resource}/status") for resource in STATUSES),
         ):
-            told = [text for text in picker.log_lines() if missing in text]
-            assert len(told) == 1
-            assert '"level": "warning"' in told[0]
+            await until(lambda lines=(picker, missing): told(*lines), f"it says that it is {missing}")  # type: ignore[misc]
+            (line,) = told(picker, missing)
+            assert '"level": "warning"' in line
         assert not leads(leaseless)
         # With the right that was missing it writes what the other could not.
         await accesses[0].allow([each for each in PICKER_RULES if "leases" in each["resources"]])

@@ -14,9 +14,18 @@ from epp.wire.health_pb2 import HealthCheckRequest, HealthCheckResponse
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 CHECK = "/grpc.health.v1.Health/Check"
 BLOCKING = """
-import runpy, signal, sys, time
-signal.signal(signal.SIGUSR1, lambda *_: time.sleep(9))  # runs on the loop's thread
-sys.argv = ["epp.cli", *sys.argv[1:]]
+import os, runpy, signal, sys, time
+
+go_on = sys.argv.pop(1)
+
+
+def block(*_):  # on the loop's thread
+    while not os.path.exists(go_on):
+        time.sleep(0.05)
+
+
+signal.signal(signal.SIGUSR1, block)
+sys.argv[0] = "epp.cli"
 runpy.run_module("epp.cli", run_name="__main__")
 """
 
@@ -26,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 def blockable(folder: Path) -> Picker:
     picker = Picker(folder, [(HOST, 1)], flags=["--drain-timeout=0s"])
     before, after = picker.child.command[:1], picker.child.command[3:]
-    picker.child.command = [*before, "-c", BLOCKING, *after]
+    picker.child.command = [*before, "-c", BLOCKING, str(folder / "go-on"), *after]
     return picker
 
 
@@ -44,13 +53,17 @@ async def test_a_blocked_picker_is_not_ready_until_it_goes_on(tmp_path: Path) ->
         async def health(name: str) -> object:
             return HealthCheckResponse.FromString(await check(name)).status
 
+        async def stood_still() -> bool:
+            return "the event loop stands still" in picker.child.log_path.read_text()
+
         await picker.start()
         try:
             await until(lambda: health("readiness"), SERVING)
             picker.child.send(signal.SIGUSR1)
             await until(lambda: health("readiness"), NOT_SERVING)
             assert await health("liveness") == SERVING
+            (tmp_path / "go-on").touch()
             await until(lambda: health("readiness"), SERVING)
-            assert "the event loop stands still" in picker.child.log_path.read_text()
+            await until(stood_still, True)
         finally:
             await picker.child.stop(signal.SIGTERM, 40)

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from e2e.pages import complaints, decisions, figures, on, settled
+from e2e.pages import complaints, decisions, figures, on, settled, until
 from e2e.questions import MODEL, Question, ask, openai_client
 from epp.lab.envoy import BodyModes
 from epp.lab.stack import Gateway, LabEngines
@@ -108,9 +108,13 @@ async def test_equal_prompts_meet_again(line: Line) -> None:
             assert outcome.right
     seen = await decisions(picker)
     engines = {seen[f"sticky-{turn}"] for turn in range(8)}
-    blocks = (await figures(picker)).get("prefix_indexer_size", [0.0])
+
+    async def are_indexed() -> bool:
+        return all((await figures(picker)).get("prefix_indexer_size", [0.0]))
+
     if line.mode is BodyModes.HEADERS_ONLY:
-        assert not any(blocks)
+        await settled(picker)
+        assert not await are_indexed()
     else:
         assert len(engines) == 1
-        assert all(blocks)
+        await until(are_indexed, "the index has the document's blocks")

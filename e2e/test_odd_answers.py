@@ -19,6 +19,7 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionUserMessageParam
 
 from e2e.backends import bare_backend
+from e2e.configured import UNHURRIED
 from e2e.pages import FLAGS, complaints, figures, settled, until
 from e2e.questions import openai_client
 from epp import names
@@ -94,9 +95,12 @@ SPLIT = (
 
 
 async def early(connection: Connection) -> None:
-    """Answers at the head of the request, reads nothing of its body, and stays connected for a while."""
+    """Answers at the head of the request, reads nothing of its body, and stays until the client has heard."""
     await connection.send(whole(ERROR, "413 Payload Too Large"))
-    await asyncio.sleep(0.5)
+    await HEARD.wait()
+
+
+HEARD = asyncio.Event()
 
 
 async def early_and_gone(connection: Connection) -> None:
@@ -236,7 +240,7 @@ async def line(envoy: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIt
     folder = tmp_path_factory.mktemp("odd")
     async with (
         bare_backend(behave) as address,
-        Gateway([address], folder, envoy, fail_open=False, picker_flags=FLAGS) as gateway,
+        Gateway([address], folder, envoy, fail_open=False, picker_flags=FLAGS, edits=UNHURRIED) as gateway,
     ):
         yield gateway
         await settled(gateway.pickers[0])
@@ -277,7 +281,11 @@ SIZES = (100, 400_000, 1_900_000, 3_000_000, 20_000_000)
 
 @pytest.mark.parametrize("size", SIZES)
 async def test_answer_before_the_upload_ended(line: Gateway, size: int) -> None:
-    got = await send(line, early, size)
+    HEARD.clear()
+    try:
+        got = await send(line, early, size)
+    finally:
+        HEARD.set()
     assert (got.status, got.body) == (413, ERROR)
     got = await send(line, early_and_reading, size)
     assert (got.status, got.body) == (401, ERROR)
@@ -393,6 +401,7 @@ async def test_usage_is_read_however_it_comes(line: Gateway) -> None:
         return sum(seen["request_input_tokens_sum"]), sum(seen["request_output_tokens_sum"])
 
     await send(line, thousand)  # the series are there
+    await settled(line.pickers[0])
     for behaviour in (thousand, with_trailers, split, split_whole):
         before = await tokens()
         await send(line, behaviour)

@@ -140,13 +140,14 @@ async def test_empty_pool(envoy: Path, tmp_path: Path) -> None:
 async def test_file_that_cannot_be_used(envoy: Path, tmp_path: Path) -> None:
     async with backend() as one, backend() as other, before(tmp_path, envoy, one) as gateway:
         picker = gateway.pickers[0]
-        for count, broken in enumerate(
-            ("endpoints: [", "endpoints: [{name: a, address: b, port: c}]", ""), 1
-        ):
-            picker.endpoints_file.write_text(broken)
+        for broken in ("endpoints: [", "endpoints: [{name: a, address: b, port: c}]", ""):
+            reported = await total(picker, "config_discovery_errors_total")
+            fresh = picker.endpoints_file.with_suffix(".broken")
+            fresh.write_text(broken)
+            fresh.replace(picker.endpoints_file)
 
-            async def is_reported(count: int = count) -> bool:
-                return await total(picker, "config_discovery_errors_total") == count
+            async def is_reported(before: float = reported) -> bool:
+                return await total(picker, "config_discovery_errors_total") > before
 
             await until(is_reported, f"file {broken!r} is reported")
             assert await send(gateway, 3) == [200] * 3

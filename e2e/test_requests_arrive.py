@@ -18,6 +18,7 @@ from openai import APIStatusError
 from openai.types.chat import ChatCompletionUserMessageParam
 
 from e2e.backends import Backend, Seen, backend
+from e2e.configured import UNHURRIED
 from e2e.pages import FLAGS, complaints, settled
 from e2e.questions import openai_client
 from epp import names
@@ -82,7 +83,9 @@ async def line(
     mode, edits = request.param
     async with backend() as one, backend() as other, aiohttp.ClientSession(auto_decompress=False) as session:
         addresses = [one.address, other.address]
-        async with Gateway(addresses, folder, envoy, mode=mode, picker_flags=FLAGS, edits=edits) as gateway:
+        async with Gateway(
+            addresses, folder, envoy, mode=mode, picker_flags=FLAGS, edits=UNHURRIED | edits
+        ) as gateway:
             yield Line(gateway, (one, other), session, mode)
             await settled(gateway.pickers[0])
             assert complaints(gateway.pickers[0]) == []

@@ -50,10 +50,11 @@ class Account:
         self.charge(n)
         return True
 
-    def charge(self, n: int) -> None:
+    def charge(self, n: int) -> bool:
         assert n >= 0
         self.held += n
         self.highest = max(self.highest, self.held)
+        return self.held <= self._limit + self._limit // 4
 
     def give(self, n: int) -> None:
         assert 0 <= n <= self.held, f"{n} given back of {self.held}"

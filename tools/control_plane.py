@@ -22,9 +22,10 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import click
 import msgspec
@@ -68,9 +69,12 @@ kind: Policy
 omitStages: [RequestReceived]
 rules: [{level: Metadata}]
 """
-_READY_S = 90.0
+_READY_S = 180.0
 _GRACE_S = 3.0
 _POLL_S = 0.05
+_ANSWER_S = 10.0
+_FOR_KUBECTL = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
+"""What kubectl and Helm accept when they ask which kinds there are."""
 
 
 class ControlPlaneError(Exception):
@@ -253,10 +257,17 @@ class ControlPlane:
         return done.stdout
 
     def apply_crds(self, files: Iterable[Path]) -> None:
-        """Applies them as an administrator does, and waits until they are served."""
+        """Applies them as an administrator does, and waits until everybody is told of them, and served."""
         named = [flag for file in files for flag in ("-f", str(file))]
         self.kubectl("apply", "--server-side", *named)
-        self.kubectl("wait", "--for=condition=Established", "--timeout=60s", *named)
+        self.kubectl("wait", "--for=condition=Established", f"--timeout={_READY_S:g}s", *named)
+        listed = json.loads(self.kubectl("get", *named, "--output=json"))
+        deadline = time.monotonic() + _READY_S
+        for crd in listed.get("items", [listed]):
+            while not self._serves(crd["spec"]):
+                if time.monotonic() > deadline:
+                    raise self._failed(API_SERVER, f"does not serve {crd['metadata']['name']}")
+                time.sleep(_POLL_S)
 
     def audit(self, user: str | None = None) -> list[Asked]:
         """What was asked of the API server, in order; by one user, as `system:serviceaccount:ns:name`."""
@@ -308,6 +319,40 @@ class ControlPlane:
             KWOK: self._kwok,
         }
         return made[part]()
+
+    def _serves(self, spec: Mapping[str, Any]) -> bool:
+        """Whether every list of kinds names a CRD's, and they can be listed: some time after Established."""
+        group, plural = spec["group"], spec["names"]["plural"]
+        versions = [each["name"] for each in spec["versions"] if each["served"]]
+        groups = self._get("/apis").get("groups", ())
+        known = {each["groupVersion"] for one in groups for each in one["versions"]}
+        for_kubectl = {
+            (one["metadata"]["name"], each["version"], kind["resource"])
+            for one in self._get("/apis", _FOR_KUBECTL).get("items", ())
+            for each in one["versions"]
+            for kind in each.get("resources", ())
+        }
+        return all(
+            f"{group}/{version}" in known
+            and (group, version, plural) in for_kubectl
+            and any(
+                kind["name"] == plural for kind in self._get(f"/apis/{group}/{version}").get("resources", ())
+            )
+            and "items" in self._get(f"/apis/{group}/{version}/{plural}?limit=1")
+            for version in versions
+        )
+
+    def _get(self, path: str, accept: str = "application/json") -> dict[str, Any]:
+        """What the API server answers its administrator; nothing where it does not."""
+        headers = {"Authorization": f"Bearer {self.token()}", "Accept": accept}
+        request = urllib.request.Request(self.url + path, headers=headers)
+        context = ssl.create_default_context(cafile=self.ca)
+        try:
+            with urllib.request.urlopen(request, timeout=_ANSWER_S, context=context) as answer:
+                told: dict[str, Any] = json.load(answer)
+        except (OSError, HTTPException):
+            return {}
+        return told
 
     def _etcd(self) -> list[str]:
         client, peer = f"http://{HOST}:{self._etcd_port}", f"http://{HOST}:{self._peer_port}"
@@ -378,8 +423,11 @@ def write_kubeconfig(
 
 
 def _write_private(file: Path, text: str) -> None:
-    file.touch(mode=0o600)
-    file.write_text(text)
+    """At once: who reads it meanwhile reads what was there before."""
+    fresh = file.with_name(f"{file.name}.new")
+    fresh.touch(mode=0o600)
+    fresh.write_text(text)
+    fresh.replace(file)
 
 
 def _answers(url: str, ca: Path) -> bool:
@@ -391,9 +439,9 @@ def _answers(url: str, ca: Path) -> bool:
         # Controller manager and scheduler sign their own certificates.
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with urllib.request.urlopen(url, timeout=2, context=context) as answer:
+        with urllib.request.urlopen(url, timeout=_ANSWER_S, context=context) as answer:
             return bool(answer.status == 200)
-    except OSError:
+    except (OSError, HTTPException):
         return False
 
 

@@ -26,7 +26,7 @@ PINS = Path(__file__).with_name("h2spec")
 PACKAGE = "github.com/summerwind/h2spec/cmd/h2spec"
 NOBODY = (HOST, 1)
 CASES = 146
-ANSWER_S = 5
+ANSWER_S = 20
 WHOLE_RUN_S = 400
 # One case opens as many streams as it may, and one more.
 FLAGS = ("--max-concurrent-streams=100", "--drain-timeout=0s")

@@ -84,8 +84,8 @@ class Account(Protocol):
         """Reserve `n` bytes. False, and nothing reserved, where they do not fit."""
         ...
 
-    def charge(self, n: int) -> None:
-        """Count `n` bytes that are held already, whether they fit or not."""
+    def charge(self, n: int) -> bool:
+        """Count `n` bytes that are held already, fit or not. False: a quarter too much is held."""
         ...
 
     def give(self, n: int) -> None:

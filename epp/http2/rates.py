@@ -40,9 +40,10 @@ class Quota:
         self.used += n
         return True
 
-    def charge(self, n: int) -> None:
-        """Count `n` that are there already, whether they fit or not."""
+    def charge(self, n: int) -> bool:
+        """Count `n` that are there already, whether they fit or not. False: a quarter too much is there."""
         self.used += n
+        return self.used <= self._limit + self._limit // 4
 
     def give(self, n: int) -> None:
         """Return `n` taken or charged before."""

@@ -155,7 +155,8 @@ class Stream:
 
     def take_pieces(self, payload: bytes) -> None:
         """DATA that is not just one message, for the call."""
-        self.stalled_since = None
+        if not self._waiting:  # to go on sending is no sign of reading
+            self.stalled_since = None
         call = self.call
         try:
             for message in self.reader.feed(payload):
@@ -313,9 +314,12 @@ class Stream:
             return
         self._waiting.append(data)
         self._waiting_bytes += len(data)
-        self._out.account.charge(len(data))
-        if self.credit > 0:
-            self._out.ready(self)
+        out = self._out
+        if not out.account.charge(len(data)) and (self.credit <= 0 or out.credit <= 0):
+            details = "replies are not read, and no more of them can be held"
+            self.give_up(Status.DEADLINE_EXCEEDED, details, Ending.STALLED)
+        elif self.credit > 0:
+            out.ready(self)
 
     def _end(self) -> None:
         """Everything was sent: the trailers, and what the peer still has to say is cut off."""

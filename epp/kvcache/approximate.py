@@ -72,31 +72,32 @@ class ChainMatch(PrefixMatch):
         return [int(held[slot]) if slot < len(held) else 0 for held in self.held]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Sent:
     """A placed request until it ends.
 
     Attributes:
         slot, generation: where its chains are entered, and whose slot that was.
         forecast: what was expected there; None where several engines share the work.
-        computing: the first key of each chain that the engine has to compute; empty once it has.
-        relies: on blocks, too, that other requests had still to compute.
+        there: leading blocks of each chain that were computed, for this request or another.
+        computing: the engine has to compute what lies behind.
     """
 
     match: ChainMatch
     slot: int
     generation: int
     forecast: Forecast | None
-    computing: tuple[int, ...]
-    relies: bool
+    there: list[int]
+    computing: bool = True
 
 
 class ApproximatePrefixProducer:
     """Producer of `PrefixMatch` from own decisions; also a hook of placements, answers and members.
 
     A placed request's full blocks are entered for its endpoints at once, so that a burst of equal prompts
-    sticks. A request that the endpoint refused is taken back; one that the proxy sent elsewhere moves. Each
-    endpoint evicts at its own capacity in tokens (see `epp.kvcache.capacity`).
+    sticks. A request that the endpoint refused is taken back, but for blocks that another one computed or is
+    about to; one that the proxy sent elsewhere moves. Each endpoint evicts at its own capacity in tokens (see
+    `epp.kvcache.capacity`).
 
     One block size serves the whole pool, since a chain is hashed once: the largest stated by any endpoint,
     64 tokens at least. It only grows; growing empties the index. So a mixed pool does not change the keys
@@ -113,7 +114,8 @@ class ApproximatePrefixProducer:
         self._index = LruRunIndex()
         self._estimates: list[CacheEstimate] = []
         self._generations: list[int] = []
-        self._computing: list[dict[int, int]] = []
+        # By slot: who waits for the block of this key to be computed, the first one that each still lacks.
+        self._computing: list[dict[int, list[_Sent]]] = []
         self._sent: dict[TicketId, _Sent] = {}
         self._grow()
 
@@ -178,7 +180,8 @@ class ApproximatePrefixProducer:
         *others, _ = ticket.placement.legs
         for leg in others:
             self._insert(match, leg.decision.slots[0])
-        self._sent[ticket.id] = self._send(match, ticket.slot, judged=not others)
+        held = match.held_at(ticket.slot)
+        self._sent[ticket.id] = self._send(match, ticket.slot, held, judged=not others)
 
     def observe(self, ticket: Ticket, fact: AnswerFact, now: float) -> None:
         """Follow the request to the endpoint that served it, and learn from how it ended."""
@@ -189,26 +192,23 @@ class ApproximatePrefixProducer:
                     self._move(ticket, sent)
             case FirstToken():
                 if sent := self._sent.get(ticket.id):
-                    if sent.relies and self._is_current(sent):
-                        # Those that it relied on may have been refused; it has computed all of it.
-                        self._insert(sent.match, sent.slot)
                     self._computed(sent)
             case Ended():
                 if sent := self._sent.pop(ticket.id, None):
                     self._end(ticket, sent, fact)
 
-    def _send(self, match: ChainMatch, slot: int, judged: bool) -> _Sent:
-        held = match.held_at(slot)
+    def _send(self, match: ChainMatch, slot: int, held: list[int], judged: bool) -> _Sent:
         there = self._there(match, held, slot)
         forecast = self._forecast(match, held, there, slot) if judged else None
         if forecast:
             self._estimates[slot].expect(forecast)
-        fresh = tuple([chain[n] for chain, n in zip(match.chains, held, strict=True) if n < len(chain)])
+        sent = _Sent(match, slot, self._generations[slot], forecast, there)
         computing = self._computing[slot]
-        for key in fresh:
-            computing[key] = computing.get(key, 0) + 1
+        for chain, blocks in zip(match.chains, there, strict=True):
+            if blocks < len(chain):
+                computing.setdefault(chain[blocks], []).append(sent)
         self._insert(match, slot)
-        return _Sent(match, slot, self._generations[slot], forecast, fresh, relies=there != held)
+        return sent
 
     def _insert(self, match: ChainMatch, slot: int) -> None:
         if self._stated_tokens(slot) != self._estimates[slot].stated_tokens:
@@ -216,7 +216,7 @@ class ApproximatePrefixProducer:
         for chain in match.chains:
             self._index.insert(chain, slot)
 
-    def _there(self, match: ChainMatch, held: Sequence[int], slot: int) -> Sequence[int]:
+    def _there(self, match: ChainMatch, held: list[int], slot: int) -> list[int]:
         """How many of the leading blocks held of each chain no request in flight has still to compute."""
         computing = self._computing[slot].keys()
         if not computing:
@@ -248,31 +248,66 @@ class ApproximatePrefixProducer:
 
     def _move(self, ticket: Ticket, sent: _Sent) -> None:
         self._withdraw(sent)
-        if sent.match.block_tokens == self._block_tokens:
+        match = sent.match
+        if match.block_tokens == self._block_tokens:
             self._grow()
-            self._sent[ticket.id] = self._send(sent.match, ticket.slot, judged=sent.forecast is not None)
+            # Others may have been sent there since this one was looked up.
+            held = [self._held_now(chain, ticket.slot) for chain in match.chains]
+            judged = sent.forecast is not None
+            self._sent[ticket.id] = self._send(match, ticket.slot, held, judged)
         else:
             del self._sent[ticket.id]
 
+    def _held_now(self, chain: Sequence[int], slot: int) -> int:
+        return int(lengths(self._index.match(chain), self._view.capacity)[slot])
+
     def _withdraw(self, sent: _Sent) -> None:
-        """The endpoint did not compute the request: it holds what it held before."""
+        """The endpoint did not compute the request: it holds what it holds for others."""
         if not self._is_current(sent):
             return
-        self._computed(sent)
-        for chain, held in zip(sent.match.chains, sent.match.held_at(sent.slot), strict=True):
-            self._index.truncate(chain, sent.slot, held)
+        if sent.computing:
+            for chain, blocks in zip(sent.match.chains, sent.there, strict=True):
+                if blocks < len(chain):
+                    self._take_back(sent, chain, blocks)
         if sent.forecast:
             self._estimates[sent.slot].withdraw(sent.forecast)
 
+    def _take_back(self, sent: _Sent, chain: Sequence[int], keep: int) -> None:
+        computing, key = self._computing[sent.slot], chain[keep]
+        waiting = computing[key]
+        waiting.remove(sent)
+        if not waiting:
+            del computing[key]
+        for other in waiting:
+            if keep == len(chain):
+                return
+            if other is not sent:
+                keep = max(_shared(chain, theirs, keep) for theirs in other.match.chains)
+        self._index.truncate(chain, sent.slot, keep)
+
     def _computed(self, sent: _Sent) -> None:
-        """The prompt is computed, or never will be."""
-        if self._is_current(sent):
-            computing = self._computing[sent.slot]
-            for key in sent.computing:
-                computing[key] -= 1
-                if not computing[key]:
-                    del computing[key]
-        sent.computing = ()
+        """The prompt is computed: no refusal of a request that waited for the same blocks takes them back."""
+        if not sent.computing:
+            return
+        sent.computing = False
+        if not self._is_current(sent):
+            return
+        computing, chains = self._computing[sent.slot], sent.match.chains
+        for chain, blocks in zip(chains, sent.there, strict=True):
+            if blocks < len(chain):
+                for other in computing.pop(chain[blocks], ()):
+                    if other is not sent:
+                        self._advance(other, chain[blocks], chains)
+
+    def _advance(self, sent: _Sent, key: int, computed: Sequence[Sequence[int]]) -> None:
+        """Of the block that the request waited for, and of those behind it, some are computed by another."""
+        computing = self._computing[sent.slot]
+        for n, chain in enumerate(sent.match.chains):
+            blocks = sent.there[n]
+            if blocks < len(chain) and chain[blocks] == key:
+                sent.there[n] = blocks = max(_shared(chain, other, blocks) for other in computed)
+                if blocks < len(chain):
+                    computing.setdefault(chain[blocks], []).append(sent)
 
     def _end(self, ticket: Ticket, sent: _Sent, ended: Ended) -> None:
         refused = ticket.status >= 400 or (ticket.status == 0 and ended.cause is Cause.ERROR)
@@ -364,3 +399,19 @@ class ApproximatePrefixProducer:
         else:
             blocks = estimate.stated_tokens // self._block_tokens
         self._index.set_capacity(slot, blocks)
+
+
+def _shared(chain: Sequence[int], other: Sequence[int], least: int) -> int:
+    """How many leading keys two chains have in common; `least`, where it is not more."""
+    differs = min(len(chain), len(other))
+    if least >= differs or chain[least] != other[least]:
+        return least
+    if chain[differs - 1] == other[differs - 1]:
+        return differs
+    while least < differs:
+        middle = (least + differs) // 2
+        if chain[middle] == other[middle]:
+            least = middle + 1
+        else:
+            differs = middle
+    return least

@@ -143,8 +143,9 @@ class LruRunIndex(RunIndex):
         position = 0
         while position < len(chain):
             run = self._run_of_head.get(chain[position])
-            if run is None:
-                return
+            if run is None:  # forgotten: what lies behind it may stand on its own
+                position += len(self._unknown(chain, position))
+                continue
             shared = self._shared(run, chain, position)
             kept = max(keep - position, 0)
             if shared > kept and own.get(run, 0) > kept:

@@ -200,6 +200,10 @@ class EngineServer:
         )
 
     async def _handle(self, request: BaseRequest) -> web.StreamResponse:
+        if not self.up:
+            # Accepted as the port was closed, after the other connections had been reset.
+            _reset([request.transport])
+            raise asyncio.CancelledError("the engine is down")
         path = request.path
         api = _APIS.get(path)
         if api is not None:

@@ -85,6 +85,7 @@ def envoy_config(
     round_robin_port: int | None = None,
     listen_host: str = "127.0.0.1",
     health_interval_s: float = 0.5,
+    health_timeout_s: float = 1.0,
 ) -> str:
     """Envoy's configuration (YAML).
 
@@ -94,8 +95,9 @@ def envoy_config(
         fail_open: without a healthy picker, spread over the healthy `endpoints`; else answer 5xx.
         tls: pickers serve TLS, whatever their certificate.
         round_robin_port: a listener that never asks a picker; None = none.
-        health_interval_s: how often pickers and engines are checked; at most so much later, and one
-            second more where it hangs instead of refusing, a lost picker is no longer asked.
+        health_interval_s: how often pickers and engines are checked; at most so much later a lost picker
+            is no longer asked.
+        health_timeout_s: so much more it takes where the picker hangs instead of refusing.
     """
     plain_health = tls and any(picker.health_port is not None for picker in pickers)
     conditions = {
@@ -124,7 +126,14 @@ def envoy_config(
         "PICKERS": [_endpoint(picker.host, picker.port, picker.health_port) for picker in pickers],
     }
     template = files("epp.lab").joinpath("envoy.yaml.in").read_text(encoding="utf-8")
-    return _filled("\n".join(_kept(template.splitlines(), conditions)), values) + "\n"
+    lines = _kept(_waiting(template, health_timeout_s).splitlines(), conditions)
+    return _filled("\n".join(lines), values) + "\n"
+
+
+def _waiting(template: str, health_timeout_s: float) -> str:
+    """So long a picker's check waits, in the place of the template's second."""
+    before, name, picker = template.partition("  - name: picker\n")
+    return before + name + picker.replace("timeout: 1s", f"timeout: {health_timeout_s:g}s", 1)
 
 
 def _processing_mode(mode: BodyModes) -> dict[str, str]:
@@ -260,8 +269,10 @@ class EnvoyProcess:
             await self.stop()
             raise
 
-    async def stop(self, grace_s: float = 5.0) -> None:
-        """Ends it, by force after `grace_s`. Does nothing where nothing runs."""
+    async def stop(self, grace_s: float = 30.0) -> None:
+        """Ends it, by force after `grace_s`, which loses what its access logs still hold back. Does nothing
+        where nothing runs.
+        """
         process, folder = self._process, self._folder
         if process is not None and process.returncode is None:
             process.send_signal(signal.SIGTERM)

@@ -126,11 +126,11 @@ def _port_of(request: BaseRequest) -> int:
 async def _serve_until_signalled(
     ports: Sequence[int], serving: Serving, admin_port: int, ready_file: Path | None
 ) -> None:
-    fleet = await serve_engines(ports, serving, admin_port)
-    _announce(fleet, ready_file)
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    fleet = await serve_engines(ports, serving, admin_port)
+    _announce(fleet, ready_file)
     # What start-up made lives for ever; scanning it again and again would only make steps late.
     gc.collect()
     gc.freeze()
@@ -155,6 +155,9 @@ def _announce(fleet: Fleet, ready_file: Path | None) -> None:
 @click.command()
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port-base", default=8000, show_default=True, help="First port; 0 takes free ports.")
+@click.option(
+    "--port", "ports", multiple=True, type=int, help="One of the ports, in place of --port-base and --count."
+)
 @click.option("--count", default=8, show_default=True, type=click.IntRange(1), help="Engines, one port each.")
 @click.option(
     "--admin-port", default=0, show_default=True, help="Port of /lab/ that is never stopped; 0: any."
@@ -179,6 +182,7 @@ def _announce(fleet: Fleet, ready_file: Path | None) -> None:
 def main(
     host: str,
     port_base: int,
+    ports: tuple[int, ...],
     count: int,
     admin_port: int,
     model: str,
@@ -194,9 +198,9 @@ def main(
         serving = Serving(spec, model, speedup, host, prompt_tokens_details)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    ports = [port_base + index if port_base else 0 for index in range(count)]
+    chosen = ports or [port_base + index if port_base else 0 for index in range(count)]
     try:
-        asyncio.run(_serve_until_signalled(ports, serving, admin_port, ready_file))
+        asyncio.run(_serve_until_signalled(chosen, serving, admin_port, ready_file))
     except OSError as error:
         raise click.ClickException(f"cannot open the ports: {error}") from None
 

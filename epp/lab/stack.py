@@ -28,6 +28,9 @@ _POLL_S = 0.05
 _YIELD = 10
 _READY_S = 60.0
 """Until a child is up: a busy machine takes long to load it."""
+_ENGINES_END_S = 30.0
+_HEALTH_TIMEOUT_S = 10.0
+"""A picker that shares its machine with everything else is not lost because it stands still for a second."""
 
 
 class StackError(WarmrouteError):
@@ -150,10 +153,14 @@ class LabEngines(_Whole):
 
     def __init__(self, fleet: Fleet, model: str, folder: Path) -> None:
         self._ready = folder / "engines.json"
+        # Nobody else gets the port of an engine that is down for a while.
+        admin_port, *ports = free_ports(1 + fleet.engines)
         self.child = Child(
             "the lab's engines",
             [
-                *(sys.executable, "-m", "epp.lab.servers", "--port-base", "0", "--count", str(fleet.engines)),
+                *(sys.executable, "-m", "epp.lab.servers"),
+                *(word for port in ports for word in ("--port", str(port))),
+                *("--admin-port", str(admin_port)),
                 *("--model", model, "--fit", fleet.fit, "--speedup", str(fleet.speed_up)),
                 *("--num-blocks", str(fleet.num_blocks), "--block-size", str(fleet.block_size)),
                 *("--max-num-seqs", str(fleet.max_num_seqs)),
@@ -166,7 +173,7 @@ class LabEngines(_Whole):
         self.admin_url = ""
 
     async def _start(self) -> None:
-        self._exit.push_async_callback(self.child.stop)
+        self._exit.push_async_callback(self.child.stop, grace_s=_ENGINES_END_S)
         await self.child.start()
         deadline = asyncio.get_running_loop().time() + _READY_S
         while not self._ready.exists() or not self._ready.read_text().endswith("\n"):
@@ -324,6 +331,7 @@ class Gateway(_Whole):
     picker_count: int = 1
     picker_flags: Sequence[str] = ()
     health_interval_s: float = 0.5
+    health_timeout_s: float = _HEALTH_TIMEOUT_S
     edits: Mapping[str, str] = field(default_factory=dict)
     pickers: list[Picker] = field(init=False, default_factory=list)
     url: str = field(init=False, default="")
@@ -350,6 +358,7 @@ class Gateway(_Whole):
             tls=self.tls,
             round_robin_port=round_robin,
             health_interval_s=self.health_interval_s,
+            health_timeout_s=self.health_timeout_s,
         )
         for old, new in self.edits.items():
             if config.count(old) != 1:

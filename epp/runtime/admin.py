@@ -4,12 +4,14 @@ No prompt text is kept or shown.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from epp.runtime.explanations import DECISIONS_PATH
 from epp.scheduling.explain import RecordedDecision, explain
@@ -21,6 +23,8 @@ TEXT: Final = "text/plain"
 LOOPBACK: Final = "127.0.0.1"
 
 _MOST_DIGITS = 6
+_MOST_SHOWN = 200
+log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 
@@ -73,7 +77,8 @@ async def start_admin(app: web.Application, port: int, host: str = LOOPBACK) -> 
     Raises:
         OSError: the port is taken, or the host is none of this machine's.
     """
-    runner = web.AppRunner(app, access_log=None)
+    log.addFilter(_told_in_a_line)
+    runner = web.AppRunner(app, access_log=None, logger=log)
     await runner.setup()
     try:
         await web.TCPSite(runner, host or None, port).start()
@@ -81,3 +86,15 @@ async def start_admin(app: web.Application, port: int, host: str = LOOPBACK) -> 
         await runner.cleanup()
         raise
     return runner
+
+
+def _told_in_a_line(record: logging.LogRecord) -> bool:
+    """What is no HTTP/1.1, as from a scanner, is no fault of ours: one line, without a stack trace."""
+    fault = record.exc_info[1] if record.exc_info else None
+    if not isinstance(fault, HttpProcessingError):
+        return True
+    record.exc_info = None
+    record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+    record.msg, record.args = "admin port: what came is no HTTP/1.1", ()
+    record.fault = fault.message.partition("\n")[0][:_MOST_SHOWN]
+    return log.isEnabledFor(logging.INFO)

@@ -227,8 +227,8 @@ class _Poller:
         """Start one scrape of every endpoint, in groups spread over the interval."""
         started = self._clock()
         interval_s = self._scraper.interval_of(self.spec, started)
+        await self._follow_files()
         self._follow_roster()
-        self._follow_files()
         targets = list(self._targets.values())
         groups = max(1, len(targets) // GROUP_SIZE)
         for group in range(groups):
@@ -291,8 +291,8 @@ class _Poller:
             at = msgspec.structs.replace(at, address=endpoint.node_address)
         return URL(f"{spec.scheme}://{at.host_port}{path}")
 
-    def _follow_files(self) -> None:
-        complaint = self._tls.follow() or ""
+    async def _follow_files(self) -> None:
+        complaint = await self._tls.follow() or ""
         if complaint and complaint != self._tls_complaint:
             self._on_error(f"{complaint}; the old certificates stay")
         self._tls_complaint = complaint

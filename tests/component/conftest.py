@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import uvloop
 
+from tests.data.grpc.loops import Loop
+
 
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
@@ -12,4 +14,4 @@ def pytest_asyncio_loop_factories(
     """asyncio's loop; uvloop's too for tests whose mark asks for loops by name."""
     asked: list[Any] = [mark.kwargs.get("loop_factories") for mark in item.iter_markers("asyncio")]
     uv = {"uvloop": uvloop.new_event_loop} if any(asked) else {}
-    return {"asyncio": asyncio.new_event_loop, **uv}
+    return {"asyncio": Loop, **uv}

@@ -19,7 +19,7 @@ from tools.go_programs import built, go_missing
 
 pytestmark = [
     pytest.mark.go,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(go_missing()), reason=go_missing()),
 ]
 
@@ -198,7 +198,9 @@ async def test_load_generator_sees_faults(fault: type[Stream], words: str) -> No
     server = transport_of("grpcio", make=fault)
     port = await server.start(ADDRESS)
     try:
-        told = await load(port, "-streams", "2", "-chunks", "4")
+        # Only what gets no reply at all is waited for so long.
+        patience = "2s" if fault is NoReply else "60s"
+        told = await load(port, "-streams", "2", "-chunks", "4", "-patience", patience)
     finally:
         await server.stop()
     assert told["failures"] > 0

@@ -6,7 +6,7 @@ import http.client
 import socket
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ from tests.data.runtime.proxy import HEADERS, framed
 
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 
+LOOKS = 100
 NO_ERROR, REFUSED_STREAM = 0, 7
 LAST_STREAM = 2**31 - 1
 MIB = 1 << 20
@@ -94,6 +95,17 @@ async def serving(address: str = "127.0.0.1:0", **options: Any) -> AsyncIterator
         async with asyncio.timeout(DEADLINE_S):
             await made.server.stop()
         await made.nothing_left()
+
+
+async def at_rest(look: Callable[[], Any]) -> None:
+    """Wait until many looks, with a turn of the loop between each two, find the same."""
+    found: list[Any] = []
+
+    def same() -> bool:
+        found.append(look())
+        return len(found) > LOOKS and len(set(found[-LOOKS:])) == 1
+
+    await until(same, "all that moves has come to rest")
 
 
 # -- exchanges --------------------------------------------------------------------------------------
@@ -237,7 +249,7 @@ async def test_windows_that_never_open_hold_up_their_own_streams_only() -> None:
         await until(
             lambda: served.account.used >= whole - proxy.DEFAULT_WINDOW - 20_000, "all windows are full"
         )
-        await asyncio.sleep(0.1)
+        await at_rest(lambda: served.account.used)
         assert served.account.used <= whole
         assert not any(task.done() for task in sending)
         async with proxy.connected(served.port) as other:
@@ -262,8 +274,11 @@ async def test_a_socket_that_is_not_read_is_not_read_from() -> None:
         client.writer.transport.pause_reading()
         sending = [asyncio.create_task(client.send(each, framed(*[message] * messages))) for each in ids]
         (protocol,) = served.server._open
-        await until(lambda: protocol.connection.out.paused_at is not None, "the server's socket is full")
-        await asyncio.sleep(0.2)
+        out = protocol.connection.out
+        await until(lambda: out.paused_at is not None, "the server's socket is full")
+        await at_rest(
+            lambda: (out.paused_at, served.account.used, protocol._transport.get_write_buffer_size())
+        )
         waiting = protocol._transport.get_write_buffer_size()
         assert not protocol._transport.is_reading()
         assert waiting < 3 * MIB
@@ -313,6 +328,13 @@ async def test_a_deadline_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None
 # -- the end ----------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer that does not answer the PING of a drain is waited for."""
+    monkeypatch.setattr("epp.http2.control.DRAIN_PING_S", DEADLINE_S)
+
+
+@pytest.mark.usefixtures("patience")
 async def test_draining() -> None:
     async with serving() as served, proxy.connected(served.port) as client:
         client.acks_pings = False
@@ -351,6 +373,7 @@ async def test_draining_without_a_stream_ends_connections() -> None:
         assert client.goaways[0] == (LAST_STREAM, NO_ERROR)
 
 
+@pytest.mark.usefixtures("patience")
 async def test_draining_serves_what_was_on_its_way() -> None:
     """No stream is open when it begins, and one comes that crossed the GOAWAY."""
     async with serving() as served, proxy.connected(served.port) as client:
@@ -565,13 +588,26 @@ async def test_a_tls_client_without_http2_is_cut(protocols: tuple[str, ...]) -> 
         assert served.server._open == set()
 
 
+@asynccontextmanager
+async def silent(port: int) -> AsyncIterator[socket.socket]:
+    """A connection of which nothing is ever heard."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.settimeout(DEADLINE_S)
+        yield connection
+
+
 async def test_a_handshake_that_never_comes_holds_up_nothing() -> None:
-    async with serving(tls=server_context(), limits={"handshake_s": 0.3}) as served:
-        silent = socket.create_connection(("127.0.0.1", served.port))
-        try:
-            async with proxy.connected(served.port, tls=client_context("h2")) as client:
-                assert await client.messages(await client.begin(b"on"), 1) == [b"on"]
-            silent.settimeout(DEADLINE_S)
-            assert await asyncio.to_thread(silent.recv, 1) == b""
-        finally:
-            silent.close()
+    async with (
+        serving(tls=server_context(), limits={"handshake_s": DEADLINE_S}) as served,
+        silent(served.port),
+        proxy.connected(served.port, tls=client_context("h2")) as client,
+    ):
+        assert await client.messages(await client.begin(b"on"), 1) == [b"on"]
+
+
+async def test_a_handshake_that_never_comes_is_not_waited_for() -> None:
+    async with (
+        serving(tls=server_context(), limits={"handshake_s": 0.3}) as served,
+        silent(served.port) as connection,
+    ):
+        assert await asyncio.to_thread(connection.recv, 1) == b""

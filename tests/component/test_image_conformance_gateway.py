@@ -29,7 +29,7 @@ SERVED = "x-conformance-test-served-endpoint"
 ECHO = "X-Echo-Set-Header"
 BODY = {"model": "conformance-fake-model", "prompt": "Write as if you were a critic: San Francisco"}
 ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 ADDRESS = web.AppKey("address", str)
 
 

@@ -28,6 +28,8 @@ REF = {"group": names.POOL_GROUP, "kind": names.POOL_KIND, "name": "pool"}
 Change = tuple[str, int, dict[str, Any] | None, dict[str, Any] | None]
 NO_QUERY: Mapping[str, str] = {}
 QUICK = Backoff(first_s=0.01, most_s=0.02, missing_s=0.02)
+PATIENCE_S = 3600.0
+"""For policies, where no test is about it."""
 
 
 class FakeApi:
@@ -173,7 +175,7 @@ class Heard:
 @asynccontextmanager
 async def following(api: FakeApi, target: PoolTarget | None = None, **how: Any) -> AsyncIterator[Heard]:
     heard = Heard()
-    how = {"look_again_s": 0.02, "policies_wait_s": 5.0, "backoff": QUICK, **how}
+    how = {"look_again_s": 0.02, "policies_wait_s": PATIENCE_S, "backoff": QUICK, **how}
     cluster = Cluster(
         cast(KubeApi, api), target or PoolTarget("pool", "llm"), heard, said=heard.told.append, **how
     )
@@ -193,6 +195,22 @@ async def until(holds: Callable[[], bool]) -> None:
             if holds():
                 return
             await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+async def patience(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What is to happen when it ends, once it has begun; it ends when a test does that."""
+    begun: list[Callable[[], None]] = []
+    loop = asyncio.get_running_loop()
+    later = loop.call_later
+
+    def call_later(delay_s: float, call: Any, *args: Any, **more: Any) -> asyncio.TimerHandle:
+        if delay_s == PATIENCE_S:
+            begun.append(call)
+        return later(delay_s, call, *args, **more)
+
+    monkeypatch.setattr(loop, "call_later", call_later)
+    return begun
 
 
 async def nothing_more(heard: Heard) -> None:
@@ -314,7 +332,7 @@ async def test_a_selector_changed_there_and_back_follows_what_it_did(api: FakeAp
         await until(lambda: heard.known is not None)
         api.held["app=b"] = asyncio.Event()
         pool(api, app="b")
-        await asyncio.sleep(0.02)
+        await until(lambda: api.asked.count(PODS) == 2)
         pool(api, 8001, app="a")
         await until(lambda: heard.members == ["10.0.0.1:8001", "10.0.0.2:8001"])
         api.held.pop("app=b").set()
@@ -442,7 +460,7 @@ async def test_a_definition_of_the_pool_that_comes_later_is_found() -> None:
     api = FakeApi(PODS)
     pods(api, 1)
     async with following(api) as heard:
-        await until(lambda: len(heard.told) == 3)
+        await until(lambda: len(heard.told) >= 3)
         api.serve(POOLS)
         pool(api)
         await until(lambda: heard.known == (True, ""))
@@ -490,7 +508,9 @@ async def test_a_written_status_gives_new_verdicts_and_no_new_policies(api: Fake
             "conditions": [{"type": "Accepted", "status": "True", "reason": "Accepted", "message": "m"}]
         }
         api.put(OBJECTIVES, "high", spec={"poolRef": REF, "priority": 5}, status=status)
-        await until(lambda: heard.calls.count("verdicts") == before + 1)
+        await until(lambda: heard.calls.count("verdicts") > before)
+        await nothing_more(heard)
+        assert heard.calls.count("verdicts") == before + 1
         assert heard.calls.count("policies") == 1
 
 
@@ -548,31 +568,40 @@ async def test_without_definitions_the_picker_goes_on_and_finds_them_later() -> 
         assert any("inferenceobjectives.llm-d.ai is there" in text for text in heard.told)
 
 
-async def test_policies_are_waited_for_however_late_the_api_server_comes(api: FakeApi) -> None:
+async def test_policies_are_waited_for_however_late_the_api_server_comes(
+    api: FakeApi, patience: list[Callable[[], None]]
+) -> None:
     objective(api, "high", 5)
     api.delete(POOLS, "pool")
     api.broken = dict.fromkeys((PODS, DISCOVERY), KubeError("GET", "", "connection refused"))
-    async with following(api, policies_wait_s=0.3) as heard:
-        await asyncio.sleep(0.4)
+    async with following(api) as heard:
+        await until(lambda: len(heard.told) >= 2)
+        await nothing_more(heard)
         assert heard.calls == []
+        assert not patience, "it begins when the pods are listed"
         api.held[OBJECTIVES] = asyncio.Event()
         api.broken = {}
         pool(api)
-        await until(lambda: heard.members is not None)
+        await until(lambda: bool(patience))
+        assert heard.members is not None
         assert heard.known is None
         api.held.pop(OBJECTIVES).set()
         await until(lambda: heard.known is not None)
         assert heard.priorities == {"high": 5}
 
 
-async def test_policies_that_may_not_be_read_delay_the_pool_a_little(api: FakeApi) -> None:
+async def test_policies_that_may_not_be_read_delay_the_pool_a_little(
+    api: FakeApi, patience: list[Callable[[], None]]
+) -> None:
     api.broken[OBJECTIVES] = KubeError("GET", OBJECTIVES, "may not", status=403, reason="Forbidden")
     rewrite(api, "a")
-    async with following(api, policies_wait_s=0.5) as heard:
-        await until(lambda: heard.members is not None)
-        await asyncio.sleep(0.02)
+    async with following(api) as heard:
+        await until(lambda: heard.members is not None and bool(heard.told))
+        await nothing_more(heard)
         assert heard.known is None
-        await until(lambda: heard.known is not None)
+        (it_ends,) = patience
+        it_ends()
+        assert heard.known is not None
         assert (heard.priorities, heard.rewrites) == ({}, ["a"])
         assert any("may not" in text for text in heard.told)
 

@@ -376,10 +376,11 @@ async def test_the_port_says_when_the_server_cannot_be_asked(reviewing: Reviewin
 async def test_a_review_that_takes_too_long_is_given_up(
     reviewing: Reviewing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.05)
     reviewing.api.go_on.clear()
     with serving(authorize_on_loop(reviewing.reviews, asyncio.get_running_loop())) as port:
-        status, _, body = await asyncio.to_thread(ask, port, "/metrics", f"Bearer {SECRET}")
+        with monkeypatch.context() as impatient:
+            impatient.setattr(module, "_PATIENCE_S", 0.05)
+            status, _, body = await asyncio.to_thread(ask, port, "/metrics", f"Bearer {SECRET}")
         assert (status, body) == (503, UNAVAILABLE)
         async with asyncio.timeout(DEADLINE_S):
             while reviewing.api.under_way:  # noqa: ASYNC110 - the given up call ends on its own

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -38,6 +39,9 @@ class ApiServer:
 
     An entry of the script is a status, the body of a Status, or a watch: a list of events and how it ends
     (`eof`, `cut`, `stay`). Without a script, lists are paged and watches stay open and tell what is told.
+
+    Attributes:
+        knows: whether who watches has looked at all up to a version; a watch is cut when it has.
     """
 
     def __init__(self) -> None:
@@ -48,8 +52,13 @@ class ApiServer:
         self.watches: list[Mapping[str, str]] = []
         self.open: list[web.StreamResponse] = []
         self.closing = asyncio.Event()
-        self.port = 0
+        self.knows: Callable[[str], bool] = lambda version: True
         self._runner: web.AppRunner | None = None
+        # Nobody else gets the port while the server is away.
+        self._taken = socket.socket()
+        self._taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._taken.bind(("127.0.0.1", 0))
+        self.port: int = self._taken.getsockname()[1]
 
     async def start(self) -> None:
         self.closing = asyncio.Event()
@@ -58,7 +67,10 @@ class ApiServer:
         self._runner = web.AppRunner(app, shutdown_timeout=0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
-        self.port = self._runner.addresses[0][1]
+
+    def give_back(self) -> None:
+        """The port: after the last `stop`."""
+        self._taken.close()
 
     async def stop(self) -> None:
         self.closing.set()
@@ -126,7 +138,8 @@ class ApiServer:
             await closing.wait()
         if ends == "cut":
             # What was read and not yet looked at goes with the connection.
-            await asyncio.sleep(0.02)
+            last = events[-1]["object"]["metadata"]["resourceVersion"]
+            await until(lambda: self.knows(last))
             assert request.transport is not None
             request.transport.close()
         if response in self.open:
@@ -172,9 +185,12 @@ async def until(condition: Callable[[], object]) -> None:
 @pytest.fixture
 async def server() -> AsyncIterator[ApiServer]:
     server = ApiServer()
-    await server.start()
-    yield server
-    await server.stop()
+    try:
+        await server.start()
+        yield server
+        await server.stop()
+    finally:
+        server.give_back()
 
 
 @asynccontextmanager
@@ -364,6 +380,7 @@ async def test_a_watch_that_ends_goes_on_where_it_was(server: ApiServer, tmp_pat
     server.script = [None, ([server.put("b"), server.put("a")], ends), ([bookmark(150)], ends)]
     del server.pods["b"]
     async with following(server, tmp_path) as heard:
+        server.knows = lambda version: heard.collection._version == version
         await until(lambda: len(server.watches) == 3 and server.open)
         assert heard.said == []
     assert [asked["resourceVersion"] for asked in server.watches] == ["103", "103", "150"]

@@ -20,6 +20,7 @@ from epp.errors import ConfigError
 from epp.lab.engine import FITS, EngineSpec
 from epp.lab.engine_server import Serving
 from epp.lab.servers import Fleet, serve_engines
+from epp.lab.stack import free_ports
 
 SPEC = EngineSpec(FITS["llama-8b-h100"], num_blocks=400, max_num_seqs=32, max_model_len=4096)
 CHAT = "/v1/chat/completions"
@@ -27,7 +28,7 @@ CHAT = "/v1/chat/completions"
 
 @asynccontextmanager
 async def served(count: int = 2, spec: EngineSpec = SPEC, speedup: float = 50.0) -> AsyncIterator["Lab"]:
-    fleet = await serve_engines([0] * count, Serving(spec, "lab", speedup))
+    fleet = await serve_engines(free_ports(count), Serving(spec, "lab", speedup))
     try:
         async with aiohttp.ClientSession() as session:
             yield Lab(fleet, session)
@@ -208,6 +209,18 @@ async def test_idle_connections_of_a_killed_engine_are_reset_too() -> None:
         writer.close()
 
 
+async def test_a_connection_that_outlived_its_engine_gets_no_answer() -> None:
+    """One that was accepted as the port was closed."""
+    async with served(1) as lab:
+        server = lab.fleet._servers[0]
+        server.up = False
+        for path in ("/health", "/metrics", "/lab/stats"):
+            with pytest.raises(aiohttp.ClientError):
+                await lab.session.get(lab.url(path))
+        server.up = True
+        assert (await lab.post(CHAT, chat("a")))["status"] == 200
+
+
 async def test_stopping_twice_and_starting_twice_change_nothing() -> None:
     async with served(1) as lab:
         port = lab.fleet.ports[0]
@@ -306,15 +319,17 @@ async def lab_process(*arguments: str) -> asyncio.subprocess.Process:
 
 async def test_the_command_tells_when_it_is_ready_and_ends_on_sigterm(tmp_path: Path) -> None:
     ready_file = tmp_path / "ready.json"
-    process = await lab_process("--port-base", "0", "--count", "2", "--ready-file", str(ready_file))
+    ports = free_ports(2)
+    named = [word for port in ports for word in ("--port", str(port))]
+    process = await lab_process(*named, "--ready-file", str(ready_file))
     assert process.stdout is not None
     ready = json.loads(await process.stdout.readline())
     assert ready == json.loads(ready_file.read_text())
-    assert (ready["ready"], ready["host"], ready["pid"], len(ready["ports"])) == (
+    assert (ready["ready"], ready["host"], ready["pid"], ready["ports"]) == (
         True,
         "127.0.0.1",
         process.pid,
-        2,
+        ports,
     )
     async with aiohttp.ClientSession() as session:
         for port in (*ready["ports"], ready["admin_port"]):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.error import HTTPError
@@ -13,8 +14,10 @@ import pytest
 from epp.config.load import load_config
 from epp.lab.stack import free_ports
 from epp.payload.records import RawRequest
+from epp.runtime import plugin_state
 from epp.runtime.admin import admin_app, start_admin
 from epp.runtime.app import App
+from epp.runtime.explanations import DECISIONS_PATH
 from epp.runtime.metrics_server import serve_metrics
 from epp.runtime.plugin_state import STATE_PATH, Kept, from_another_thread
 from epp.scheduling.records import Placement
@@ -102,7 +105,8 @@ async def test_only_get_is_answered(admin: Admin) -> None:
         assert (answer.status, answer.headers["Allow"]) == (405, "GET,HEAD")
 
 
-async def test_state_beside_the_metrics(admin: Admin) -> None:
+async def test_state_beside_the_metrics(admin: Admin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin_state, "_TIMEOUT_S", 60.0)
     app, port = admin.app, free_ports(1)[0]
     made = []
 
@@ -151,6 +155,38 @@ async def test_the_configuration_in_use_loads_to_the_same(admin: Admin) -> None:
     assert {plugin.name: plugin.spec.type for plugin in loaded.plugins} == admin.app.assembly.types
     (profile,) = loaded.profiles
     assert [(use.name, use.weight) for use in profile.plugins][0] == ("by-queue", 3.0)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9),
+        b"GET / HTTP/1.1\r\nhost: a\r\nno header\r\n\r\n",
+        b"\x16\x03\x01\x00\xa5\x01\x00\x00",
+    ],
+)
+async def test_what_is_no_http_is_no_fault_of_the_picker(
+    admin: Admin, sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(admin.url.rpartition(":")[2]))
+    writer.write(sent)
+    async with asyncio.timeout(60):
+        assert b" 400 " in (await reader.read()).split(b"\r\n")[0]
+    writer.close()
+    told = [each for each in caplog.records if each.name == "epp.runtime.admin"]
+    assert [(each.levelname, each.exc_info) for each in told] in ([], [("INFO", None)])
+    assert (await admin.get(STATE_PATH))[0] == 200
+
+
+async def test_a_page_that_fails_is_told_with_its_stack_trace(
+    admin: Admin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(admin.app.recorder, "decisions", None)
+    assert (await admin.get(DECISIONS_PATH))[0] == 500
+    (told,) = [each for each in caplog.records if each.name == "epp.runtime.admin"]
+    assert told.levelname == "ERROR"
+    assert told.exc_info is not None
 
 
 async def test_the_admin_pages_listen_where_they_are_told() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from epp.config.load import default_config, load_config
 from epp.errors import ConfigError, WarmrouteError
+from epp.lab.stack import free_ports
 from epp.runtime import app as app_module
 from epp.runtime.app import App, read_config
 from epp.runtime.metrics import Metrics
@@ -42,12 +43,10 @@ def test_addresses_as_grpc_takes_them(host: str, address: str) -> None:
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1"])
 def test_metrics_are_served_on_a_thread_and_the_port_is_given_back(host: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     close = serve_metrics(Metrics("p", ("", "0.1.0")).registry, host, port)
     try:
-        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as page:
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
             assert b'llm_d_epp_info{build_ref="0.1.0",commit=""} 1.0' in page.read()
     finally:
         close()
@@ -73,7 +72,7 @@ async def test_upkeep_survives_a_plugin_and_a_fault_of_its_own(
     monkeypatch.setattr(type(app.assembly.refreshed[0]), "refresh", refresh)
     monkeypatch.setattr(app.gauges, "pool", pool)
     upkeep = asyncio.create_task(app._upkeep())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while min(calls.values()) < 3:
             assert not upkeep.done()
             await asyncio.sleep(0.01)
@@ -91,12 +90,7 @@ def test_a_fault_of_its_own_ends_the_picker_with_a_log_line(
         raise RuntimeError("planted")
 
     monkeypatch.setattr(app_module.Scraper, "run", run)
-    ports = [socket.socket() for _ in range(2)]
-    for each in ports:
-        each.bind(("127.0.0.1", 0))
-    grpc_port, health_port = (each.getsockname()[1] for each in ports)
-    for each in ports:
-        each.close()
+    grpc_port, health_port = free_ports(2)
     options = Options(
         endpoint=("127.0.0.1:1",),
         grpc_host="127.0.0.1",

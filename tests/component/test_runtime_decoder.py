@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -174,49 +175,54 @@ async def test_errors_travel_back_whole(decoder: Decoder) -> None:
         await decoder.parse(raw(b"x" * (LIMIT + 1)))
 
 
-@pytest.fixture
-async def hasty(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Decoder]:
-    """Its child gives each body a twentieth of a second: `fork` takes the altered module along."""
-    monkeypatch.setattr(decoder_module, "CHILD_CPU_S", 0.05)
-    monkeypatch.setattr(decoder_module, "_start", forked)
+HASTY = "from epp.runtime import decoder\ndecoder.CHILD_CPU_S = 0.05\n"
+BEGIN = "decoder._begin()\n"
+
+
+@asynccontextmanager
+async def altered(code: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Decoder]:
+    """Its child begins with this."""
+    context = multiprocessing.get_context("spawn")
+    pools = iter([ProcessPoolExecutor(1, mp_context=context, initializer=exec, initargs=(code,))])
+    monkeypatch.setattr(decoder_module, "_start", lambda: next(pools))
     made = Decoder(LIMIT)
-    yield made
-    made.close()
-
-
-def forked() -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("fork")
-    return ProcessPoolExecutor(1, mp_context=context, initializer=decoder_module._begin)
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 EMPTY_MESSAGES = body_of(512 << 10, b'{"model":"m","messages":[', b"{}", b"]}")
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-async def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read(hasty: Decoder) -> None:
+async def check_the_bound(hasty: Decoder) -> None:
     for _ in range(2):
         with pytest.raises(PayloadTooLarge, match="so many values that they are not read within 0.05 s"):
             await hasty.parse(raw(EMPTY_MESSAGES))
         assert (await hasty.parse(raw(chat(1_000_000)))).request.model == "m"
-    assert len(multiprocessing.active_children()) == 1
 
 
-def endless(read: Callable[[], Any]) -> Any:
-    return read()
-
-
-def refuses_all(read: Callable[[], Any]) -> Any:
-    raise PayloadTooLarge("so many values that they are not read within 0.05 s")
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("fault", [endless, refuses_all])
-async def test_a_child_without_a_bound_is_noticed(
-    fault: Any, hasty: Decoder, monkeypatch: pytest.MonkeyPatch
+async def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decoder_module, "_timed", fault)
-    with pytest.raises((PayloadTooLarge, pytest.fail.Exception)):
-        await test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read(hasty)
+    """By the same child: there is no other."""
+    async with altered(HASTY + BEGIN, monkeypatch) as hasty:
+        await check_the_bound(hasty)
+
+
+ENDLESS = "decoder._timed = lambda read: read()\n"
+REFUSES_ALL = """
+def refuse(read, error=decoder.PayloadTooLarge):
+    raise error("so many values that they are not read within 0.05 s")
+decoder._timed = refuse
+"""
+
+
+@pytest.mark.parametrize("fault", [ENDLESS, REFUSES_ALL], ids=["endless", "refuses_all"])
+async def test_a_child_without_a_bound_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with altered(HASTY + fault + BEGIN, monkeypatch) as hasty:
+        with pytest.raises((PayloadTooLarge, pytest.fail.Exception)):
+            await check_the_bound(hasty)
 
 
 TOKENS = list(range(1000, 200_000))
@@ -253,7 +259,7 @@ def test_every_request_error_survives_pickling() -> None:
 
 def ends(pid: int) -> bool:
     """Whether the process ends before long, whoever collects it."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -265,16 +271,23 @@ def ends(pid: int) -> bool:
     return False
 
 
-def kill_child() -> None:
-    for child in multiprocessing.active_children():
-        child.kill()
-        child.join()
+def child_of(decoder: Decoder) -> Any:
+    """Its process, whatever children other tests have left."""
+    assert decoder._pool is not None
+    (child,) = decoder._pool._processes.values()
+    return child
+
+
+def kill_child(decoder: Decoder) -> None:
+    child = child_of(decoder)
+    child.kill()
+    child.join()
 
 
 async def test_a_child_that_died_is_replaced(decoder: Decoder, caplog: pytest.LogCaptureFixture) -> None:
     request = raw(chat(10))
     await decoder.parse(request)
-    kill_child()
+    kill_child(decoder)
     assert (await decoder.parse(request)).request.model == "m"
     assert "died" in caplog.text
 
@@ -282,7 +295,7 @@ async def test_a_child_that_died_is_replaced(decoder: Decoder, caplog: pytest.Lo
 async def test_requests_that_share_a_dying_child_all_get_an_answer(decoder: Decoder) -> None:
     """One of them starts the new child; the others must not end it again."""
     await decoder.parse(raw(chat(10)))
-    (child,) = [each for each in multiprocessing.active_children() if each.is_alive()]
+    child = child_of(decoder)
     os.kill(child.pid, signal.SIGSTOP)
     asked = [asyncio.create_task(decoder.parse(raw(chat(n)))) for n in range(8)]
     await asyncio.sleep(0.05)
@@ -309,7 +322,7 @@ async def test_a_body_that_kills_the_child_twice_is_refused(decoder: Decoder) ->
 async def test_closing_gives_up_what_is_being_read() -> None:
     decoder = Decoder(LIMIT)
     await decoder.parse(raw(chat(10)))
-    (child,) = [each for each in multiprocessing.active_children() if each.is_alive()]
+    child = child_of(decoder)
     os.kill(child.pid, signal.SIGSTOP)
     asked = asyncio.create_task(decoder.parse(raw(chat(20))))
     waiting = asyncio.create_task(decoder.parse(raw(chat(30))))
@@ -358,7 +371,7 @@ def test_the_child_ends_with_its_parent(end: str, tmp_path: Path) -> None:
         pid = int(parent.stdout.readline())
         if end == "is killed":
             parent.kill()
-        assert parent.wait(30) == (0 if end == "leaves" else -signal.SIGKILL)
+        assert parent.wait(60) == (0 if end == "leaves" else -signal.SIGKILL)
     assert ends(pid)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from epp.pool.records import Endpoint
 from epp.runtime.discovery import MAX_FILE_BYTES, FileDiscovery
+from tests.data.runtime.open_files import too_many_open_files
 
 
 def pool(*ports: int) -> str:
@@ -30,7 +31,7 @@ class Heard:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - conditions are of the outside world
             await asyncio.sleep(0.01)
 
@@ -142,23 +143,14 @@ async def test_a_file_that_can_be_read_again_is_read(tmp_path: Path, monkeypatch
     assert len(heard.errors) == 1
 
 
-async def test_a_file_that_could_not_be_read_for_a_moment_is_read_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_file_that_could_not_be_read_for_a_moment_is_read_later(tmp_path: Path) -> None:
     """Nothing of it changes when that is over."""
-    tries: list[str] = []
-
-    def too_many(path: str, mode: str) -> Any:
-        tries.append(path)
-        raise OSError(errno.EMFILE, "Too many open files")
-
     path = tmp_path / "pool.yaml"
     path.write_text(pool(1))
     async with watching(path, [1]) as heard:
-        with monkeypatch.context() as patch:
-            patch.setattr("epp.runtime.discovery.open", too_many, raising=False)
+        with too_many_open_files(path) as tried:
             path.write_text(pool(1, 2))
-            await until(lambda: len(tries) >= 3)
+            await until(lambda: len(tried) >= 3)
             assert len(heard.errors) == 1
             assert "cannot be read: Too many open files" in heard.errors[0]
         await until(lambda: heard.pools == [[1, 2]])

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from epp.cli import main
 from epp.lab.stack import free_ports
 from epp.payload.records import RawRequest
+from epp.runtime import explanations
 from epp.runtime.admin import admin_app, start_admin
 from epp.runtime.app import App
 from epp.scheduling.records import Cause, Ended, Placement
@@ -48,6 +49,12 @@ async def admin() -> AsyncIterator[Admin]:
     runner = await start_admin(admin_app(lambda: app.recorder.decisions), port)
     yield Admin(app, port)
     await runner.cleanup()
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The picker answers from this process, which may stand still."""
+    monkeypatch.setattr(explanations, "_TIMEOUT_S", 60.0)
 
 
 def explain(*arguments: str) -> Result:

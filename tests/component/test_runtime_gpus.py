@@ -11,6 +11,7 @@ from aiohttp import web
 
 from epp.config.load import build, load_config
 from epp.config.spec import DcgmExtractorSpec, DcgmSourceSpec, SourceUse
+from epp.lab.stack import free_ports
 from epp.pool.extract import GPU_UTILIZATION
 from epp.pool.records import Endpoint
 from epp.pool.store import PoolStore
@@ -19,18 +20,21 @@ from epp.runtime.scrape import Scraper
 DATA = Path(__file__).parents[1] / "data"
 NODE = (DATA / "pool" / "dcgm-exporter-node.txt").read_bytes()
 SIDECAR = (DATA / "pool" / "dcgm-exporter-sidecar.txt").read_bytes()
+DEADLINE_S = 60.0
+"""Also for a page: one that comes late because this process stood still is none that failed."""
 BESIDE, AT_NODE = "127.0.0.1", "127.0.0.2"
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(DEADLINE_S):
         while not condition():  # noqa: ASYNC110 - conditions are of the outside world
             await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
 async def exporter(page: bytes, address: str, port: int = 0) -> AsyncIterator[tuple[int, list[str]]]:
-    """Its port, and the hosts it was asked for."""
+    """Its port, which nobody else takes when it has closed, and the hosts it was asked for."""
+    port = port or free_ports(1)[0]
     asked: list[str] = []
 
     async def handler(request: web.Request) -> web.Response:
@@ -43,7 +47,7 @@ async def exporter(page: bytes, address: str, port: int = 0) -> AsyncIterator[tu
     await runner.setup()
     await web.TCPSite(runner, address, port).start()
     try:
-        yield runner.addresses[0][1], asked
+        yield port, asked
     finally:
         await runner.cleanup()
 
@@ -54,7 +58,9 @@ async def scraping(
 ) -> AsyncIterator[Scraper]:
     use = SourceUse(spec, (DcgmExtractorSpec(),))
     said = [] if errors is None else errors
-    scraper = Scraper(store, [use], interval_s=0.05, idle_interval_s=0.05, on_error=said.append)
+    scraper = Scraper(
+        store, [use], interval_s=0.05, idle_interval_s=0.05, timeout_s=DEADLINE_S, on_error=said.append
+    )
     task = asyncio.create_task(scraper.run())
     try:
         yield scraper

@@ -33,8 +33,9 @@ def pages_cleared(how: str) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of the GNU C library")
 def test_pages_of_bodies_are_cleared_once() -> None:
-    assert pages_cleared("kept") < 100
-    assert pages_cleared("as it is") > 1000
+    usual = pages_cleared("as it is")
+    assert usual > 1000
+    assert pages_cleared("kept") < usual / 10
 
 
 def test_other_libraries_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from epp.errors import ConfigError
+from epp.lab.stack import free_ports
 from epp.runtime.metrics import Metrics
 from epp.runtime.metrics_server import check_metrics_tls, serve_metrics
 from epp.runtime.tls import self_signed
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def pair(folder: Path) -> Path:
@@ -28,9 +29,7 @@ def pair(folder: Path) -> Path:
 
 @contextmanager
 def serving(folder: Path, client_ca_file: str = "") -> Iterator[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     registry = Metrics("p", ("", "0.1.0")).registry
     close = serve_metrics(registry, "127.0.0.1", port, str(folder), client_ca_file)
     try:

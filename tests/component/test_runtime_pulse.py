@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from threading import Event, Thread
 
 import pytest
@@ -16,22 +16,42 @@ from epp.wire.health_pb2 import HealthCheckResponse
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 BEAT_S = 0.01
-DEADLINE_S = 20
+DEADLINE_S = 40
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 class Told:
-    """What watchers of both names heard, on whatever thread."""
+    """What watchers of both names heard, on whatever thread.
+
+    Attributes:
+        beside: liveness when readiness was told.
+        last: is called when liveness has come back, on the thread that tells so.
+    """
 
     def __init__(self, health: Health) -> None:
         self.readiness: list[object] = []
         self.liveness: list[object] = []
-        health.watch("readiness", self.readiness.append)
-        health.watch("liveness", self.liveness.append)
+        self.beside: list[object] = []
+        self.health = health
+        self.last: Callable[[], None] = lambda: None
+        health.watch("readiness", self._ready)
+        health.watch("liveness", self._lives)
 
-    def stand_still_until(self, reached: Callable[[], bool]) -> None:
-        """Nothing else runs on the loop meanwhile."""
+    def _ready(self, status: object) -> None:
+        self.beside.append(self.health.status("liveness"))
+        self.readiness.append(status)
+
+    def _lives(self, status: object) -> None:
+        self.liveness.append(status)
+        if len(self.liveness) == 3:
+            self.last()
+
+    def stand_still_until(
+        self, reached: Callable[[], bool], begin: Callable[[], object] = lambda: None
+    ) -> None:
+        """Nothing else runs on the loop meanwhile. `begin` is called when it stands still."""
+        begin()
         deadline = time.monotonic() + DEADLINE_S
         while not reached():
             assert time.monotonic() < deadline, (self.readiness, self.liveness)
@@ -53,13 +73,16 @@ async def test_a_loop_that_stands_still_is_told_and_so_is_its_going_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     health, told = ready()
-    with Pulse(health, BEAT_S):
-        told.stand_still_until(lambda: told.readiness[-1] == NOT_SERVING)
-        assert told.liveness == [SERVING], "a restart at once helps nobody"
-        told.stand_still_until(lambda: told.liveness[-1] == NOT_SERVING)
-        assert told.readiness == [SERVING, NOT_SERVING]
-        await told.until(lambda: told.readiness[-1] == SERVING)
-        assert told.liveness == [SERVING, NOT_SERVING, SERVING]
+    beating = Pulse(health, BEAT_S)
+    # At its next stop it would go on telling.
+    told.last = beating._end.set
+    with ExitStack() as ending:
+        told.stand_still_until(
+            lambda: told.liveness[-1] == NOT_SERVING, lambda: ending.enter_context(beating)
+        )
+        await told.until(lambda: len(told.liveness) == 3)
+    assert told.readiness == told.liveness == [SERVING, NOT_SERVING, SERVING]
+    assert told.beside == [SERVING] * 3, "a restart at once helps nobody"
     still = [record for record in caplog.records if record.message == "the event loop stands still"]
     assert [vars(record)["seconds"] for record in still] == [
         pytest.approx(beats * BEAT_S) for beats in (STALLED_BEATS, STUCK_BEATS)
@@ -139,10 +162,11 @@ async def test_a_loop_that_waits_for_the_log_is_told_too(caplog: pytest.LogCaptu
     reader = Thread(target=read_when_told)
     log.addHandler(unread)
     try:
-        with Pulse(health, BEAT_S):
+        with Pulse(health, BEAT_S) as beating:
+            told.last = beating._end.set
             reader.start()
             log.error("nobody reads this")
-            await told.until(lambda: told.readiness[-1] == SERVING)
+            await told.until(lambda: len(told.liveness) == 3)
     finally:
         log.removeHandler(unread)
         reader.join()
@@ -156,6 +180,7 @@ async def test_a_loop_that_waits_for_the_log_is_told_too(caplog: pytest.LogCaptu
 
 async def test_stops_shorter_than_that_are_nobodys_business(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulse, "STALLED_BEATS", 10_000)
+    monkeypatch.setattr(pulse, "STUCK_BEATS", 20_000)
     health, told = ready()
     with Pulse(health, BEAT_S):
         for _ in range(5):

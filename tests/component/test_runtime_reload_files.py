@@ -1,7 +1,6 @@
 """The configuration file as it really changes: written in place, renamed over, swapped by a ConfigMap."""
 
 import asyncio
-import errno
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -16,9 +15,10 @@ from epp.runtime.app import App, read_config
 from epp.runtime.options import Options
 from epp.runtime.reload import ConfigFile
 from tests.data.runtime import picker as runtime
+from tests.data.runtime.open_files import too_many_open_files
 
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def text(priority: int) -> str:
@@ -143,33 +143,23 @@ async def test_a_file_that_cannot_be_used_changes_nothing_and_is_told_once(
         for record, part in zip(problems, said, strict=True):
             assert part in record.problem  # type: ignore[attr-defined]
             assert record.levelname == "ERROR"
-        file.write_text(text(5))
+        # In one piece: a file that is not there is looked for again and again, on a thread.
+        rename_over(file, text(5))
         await until(lambda: priority(app) == 5)
         assert counts(app) == (1, 1)
 
 
 async def test_a_file_that_could_not_be_read_for_a_moment_is_read_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing of it changes when that is over."""
-    tries: list[Path] = []
-
-    real = Path.open
-
-    def too_many(path: Path, mode: str = "r", **how: Any) -> Any:
-        if "r" not in mode:
-            return real(path, mode, **how)
-        tries.append(path)
-        raise OSError(errno.EMFILE, "Too many open files")
-
     file = tmp_path / "epp.yaml"
     file.write_text(text(1))
     async with following(file) as app:
         await until(lambda: counts(app) == (0, 1))
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "open", too_many)
+        with too_many_open_files(file) as tried:
             write_in_place(file, text(2))
-            await until(lambda: len(tries) >= 3)
+            await until(lambda: len(tried) >= 3)
             assert (priority(app), counts(app)) == (1, (1, 0))
         await until(lambda: (priority(app), counts(app)) == (2, (1, 1)))
     (record,) = (record for record in caplog.records if "the old configuration stays" in record.message)

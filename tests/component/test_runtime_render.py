@@ -109,7 +109,7 @@ class Client:
 
     async def answered(self) -> str:
         """Kind of the first reply."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await self.woken.wait()
         return runtime.kind(self.stream.outbox[0])
 
@@ -131,7 +131,7 @@ def failures(app: App, reason: str = "") -> float:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - conditions are of the outside world
             await asyncio.sleep(0.005)
 
@@ -252,7 +252,8 @@ async def test_a_service_that_does_not_answer_costs_the_exact_tokens_alone(
             assert 0 < app.ledger.total_prefill_tokens != TOKENS, "the estimate"
             assert failures(app, reason) == failures(app) == number
             client.end()
-        assert app.renders.held == 0
+        # What is late is given up, which takes its own time.
+        await until(lambda: app.renders.held == 0)
         assert runtime.nothing_left(app)()
     said = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(said) == 1, "told once, counted each time"
@@ -353,7 +354,7 @@ async def gone_while_waiting() -> dict[str, int]:
         client.stream.closed(error=True)
         assert runtime.nothing_left(app)(), "nothing is held for one that is gone"
         gate.open.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await client.woken.wait()
         await until(lambda: not app.router._tasks)
         assert client.wakes == 1
@@ -416,11 +417,11 @@ async def test_a_new_service_counts_from_the_next_request_on() -> None:
 @BOTH
 async def test_few_connections_stay_open() -> None:
     gate = Gate()
-    peers: set[Any] = set()
+    connections: set[Any] = set()
 
     async def handler(request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
-        peers.add(request.transport.get_extra_info("peername"))
+        connections.add(request.transport)
         return await gate(request)
 
     async with service(handler) as url:
@@ -430,12 +431,12 @@ async def test_few_connections_stay_open() -> None:
         await until(lambda: gate.asked == len(burst))
         gate.open.set()
         await asyncio.gather(*burst)
-        assert len(peers) == len(burst), "none waits for another"
-        first, peers = set(peers), set()
+        assert len(connections) == len(burst), "none waits for another"
+        first, connections = connections, set()
         gate.open.clear()
         again = [asyncio.create_task(renders(need)) for _ in range(3 * IDLE_CONNECTIONS)]
         await until(lambda: gate.asked == len(burst) + len(again))
-        assert 0 < len(first & peers) <= IDLE_CONNECTIONS
+        assert 0 < len(first & connections) <= IDLE_CONNECTIONS
         gate.open.set()
         await asyncio.gather(*again)
         await renders.close()
@@ -474,7 +475,7 @@ async def test_needs_are_awaited_together_and_told_in_order() -> None:
         await both.wait()
         return need.url.encode()
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await fulfil([need("a"), need("b")], perform) == (b"a", b"b")
 
 
@@ -504,7 +505,7 @@ async def test_what_is_there_at_the_deadline_counts() -> None:
     )
     assert isinstance(late, NeedFailed)
     assert (late.reason, there, str(broken)) == ("late", b"there", "planted")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await cancelled.wait()
 
 

@@ -7,7 +7,7 @@ import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from tests.data.runtime import picker as runtime
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 MARKER = "PlantedPromptText"
+DEADLINE_S = 60.0
+"""For a process to start, or to end."""
 BOTH_TRANSPORTS = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
@@ -55,7 +57,7 @@ class Process:
             )
 
     async def exit_code(self) -> int:
-        async with asyncio.timeout(wire.DEADLINE_S):
+        async with asyncio.timeout(DEADLINE_S):
             return await self.child.wait()
 
     async def health(self, service: str = EXT_PROC) -> int | None:
@@ -72,7 +74,7 @@ class Process:
                 return None
 
     async def until_health(self, wanted: int | None) -> None:
-        async with asyncio.timeout(wire.DEADLINE_S):
+        async with asyncio.timeout(DEADLINE_S):
             while await self.health() != wanted:
                 assert wanted is None or self.child.returncode is None, self.log.read_text()
                 await asyncio.sleep(0.02)
@@ -119,22 +121,46 @@ async def finish(call: Any) -> None:
     assert await call.code() is grpc.StatusCode.OK
 
 
+async def served(channel: grpc.aio.Channel) -> bool:
+    """Whether another request is taken; then it is brought to its end."""
+    call = wire.process(channel)
+    # Writing fails where the stream has been refused by then.
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        for message in (runtime.request_headers(), *runtime.request_body(runtime.chat())):
+            await call.write(message)
+    message = await wire.read(call)
+    if message is None:
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        return False
+    assert runtime.kind(message) == "request_headers"
+    await finish(call)
+    return True
+
+
 @BOTH_TRANSPORTS
 async def test_sigterm_drains(transport: str, tmp_path: Path) -> None:
-    flags = ("--drain-timeout=1s", f"--transport={transport}")
-    async with serving(tmp_path / "log", *flags) as (process, channel):
+    """Where this process stood still for as long as requests are still taken, it takes a longer time."""
+    late = 0
+    for seconds in (1, 5, 25):
+        if not late:
+            late = await served_while_draining(seconds, transport, tmp_path / "log")
+    assert late, "proxies that have not noticed yet are still served"
+
+
+async def served_while_draining(seconds: int, transport: str, log: Path) -> int:
+    """How many requests."""
+    late = 0
+    flags = (f"--drain-timeout={seconds}s", f"--transport={transport}")
+    async with serving(log, *flags) as (process, channel):
         # A child that reads large bodies must not keep the process.
         early = await placed(channel, runtime.chat("x" * 2_500_000))
         process.child.send_signal(signal.SIGTERM)
         await process.until_health(NOT_SERVING)
         assert await process.health("liveness") == SERVING
-        # Proxies that have not noticed yet are still served.
-        late = await placed(channel, runtime.chat())
-        await finish(late)
-        await asyncio.sleep(1.2)
-        refused = wire.process(channel)
-        assert await wire.read(refused) is None
-        assert await refused.code() is grpc.StatusCode.UNAVAILABLE
+        async with asyncio.timeout(DEADLINE_S):
+            while await served(channel):
+                late += 1
+                await asyncio.sleep(0.1)
         assert process.child.returncode is None
         await finish(early)
         assert await process.exit_code() == 0
@@ -150,6 +176,7 @@ async def test_sigterm_drains(transport: str, tmp_path: Path) -> None:
             "msg": "ended",
             "in_flight": 0,
         }
+    return late
 
 
 @BOTH_TRANSPORTS
@@ -211,7 +238,7 @@ async def test_it_serves_tls_by_default_and_health_on_its_port_when_asked(tmp_pa
             "127.0.0.1", process.grpc_port, ssl=_trusting(), server_hostname="localhost"
         )
         assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
-        writer.close()
+        writer.transport.abort()
 
 
 def _trusting() -> ssl.SSLContext:

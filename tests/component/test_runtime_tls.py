@@ -2,11 +2,13 @@
 
 import asyncio
 import datetime
-import errno
 import logging
 import os
 import socket
 import ssl
+import subprocess
+import sys
+import threading
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -18,52 +20,31 @@ import grpc.aio
 import pytest
 import uvloop
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.x509.oid import NameOID
 
 from epp.errors import ConfigError
-from epp.runtime import tls
 from epp.runtime.tls import Certificates, Pair, self_signed
 from epp.runtime.tls_rules import CIPHER_SUITES, TlsRules
-
-PEM = serialization.Encoding.PEM
-Key = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed25519PrivateKey
-
-
-def pem_of(key: Key, password: bytes | None = None) -> bytes:
-    secret = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
-    return key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, secret)
-
-
-def certificate_for(key: Key, days: int = 30) -> bytes:
-    """A certificate that ends in `days`."""
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "picker")])
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=90))
-        .not_valid_after(now + datetime.timedelta(days=days))
-        .sign(key, None if isinstance(key, ed25519.Ed25519PrivateKey) else hashes.SHA256())
-    )
-    return made.public_bytes(PEM)
+from tests.data.runtime.open_files import too_many_open_files
+from tests.data.tls.authority import Key, certificate_for, pem_of
 
 
 def folder(path: Path, key: bytes | None, chain: bytes | None) -> str:
+    """Each file is there in one piece, and another than the one before also where the clock has not moved."""
     for name, content in (("tls.key", key), ("tls.crt", chain)):
         if content is not None:
-            (path / name).write_bytes(content)
+            fresh = path / f"{name}.new"
+            fresh.write_bytes(content)
+            fresh.rename(path / name)
     return str(path)
 
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 BOTH_LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 TLS_1_2, TLS_1_3 = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def put(path: Path, pair: Pair) -> None:
@@ -79,10 +60,17 @@ def put(path: Path, pair: Pair) -> None:
 
 
 class Echo(asyncio.Protocol):
-    """Sends back what comes."""
+    """Sends back what comes. `present`: all that are connected."""
+
+    def __init__(self, present: "set[Echo]") -> None:
+        self.present = present
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
+        self.present.add(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.present.discard(self)
 
     def data_received(self, data: bytes) -> None:
         self.transport.write(data)  # type: ignore[attr-defined]
@@ -90,14 +78,20 @@ class Echo(asyncio.Protocol):
 
 @asynccontextmanager
 async def listening(certificates: Certificates) -> AsyncIterator[int]:
-    """A port that serves with them."""
+    """A port that serves with them, and leaves no connection to who comes after the loop."""
+    present: set[Echo] = set()
     server = await asyncio.get_running_loop().create_server(
-        Echo, "127.0.0.1", 0, ssl=certificates.server_context()
+        lambda: Echo(present), "127.0.0.1", 0, ssl=certificates.server_context()
     )
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
         server.close()
+        for each in present:
+            each.transport.abort()  # type: ignore[attr-defined]
+        async with asyncio.timeout(DEADLINE_S):
+            while present:  # noqa: ASYNC110 - connections end at the loop's pace
+                await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
@@ -276,11 +270,23 @@ def test_a_damaged_file_is_an_error_in_words(damaged: str, damage: bytes, tmp_pa
     assert refused > 10
 
 
-def test_nothing_is_left_open_or_lying_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    before = os.listdir("/proc/self/fd")
-    Certificates("").server_context()
-    assert os.listdir("/proc/self/fd") == before
+OPENED = """
+import os
+from epp.runtime.tls import Certificates
+
+before = os.listdir("/proc/self/fd")
+Certificates("").server_context()
+print(os.listdir("/proc/self/fd") == before)
+"""
+
+
+def test_nothing_is_left_open_or_lying_about(tmp_path: Path) -> None:
+    """In a process of its own: threads and garbage of other tests open and close files at any time."""
+    command = [sys.executable, "-c", OPENED]
+    ran = subprocess.run(
+        command, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == "True\n"
     assert os.listdir(tmp_path) == []
 
 
@@ -415,7 +421,7 @@ def test_a_swapped_link_changes_new_connections_and_leaves_open_ones(
                 assert await serves(port, new, most)
             writer.write(b"still here")
             assert await reader.readexactly(10) == b"still here"
-            writer.close()
+            writer.transport.abort()
 
     run(main())
 
@@ -480,22 +486,28 @@ async def test_a_pair_that_could_not_be_read_for_a_moment_is_read_later(
 ) -> None:
     """Nothing of it changes when that is over."""
     tries: list[object] = []
+    over = threading.Event()
+    place = tmp_path if what == "files" else "epp.runtime.tls._server_context"
+    load = Certificates._load
 
-    def too_many(first: object, *_: object) -> bytes:
-        tries.append(first)
-        raise OSError(errno.EMFILE, "Too many open files")
+    def hindered(self: Certificates) -> Any:
+        """On a thread. It is hindered as a whole or not at all, else half of a pair would be other news."""
+        if over.is_set():
+            return load(self)
+        with too_many_open_files(place) as in_vain:
+            try:
+                return load(self)
+            finally:
+                tries.extend(in_vain)
 
     old, new = self_signed(), self_signed()
     certificates = Certificates(folder(tmp_path, *old))
+    monkeypatch.setattr(Certificates, "_load", hindered)
     async with listening(certificates) as port, following(certificates):
-        with monkeypatch.context() as patch:
-            if what == "files":
-                patch.setattr(Path, "read_bytes", too_many)
-            else:
-                patch.setattr(tls, "_server_context", too_many)
-            folder(tmp_path, *new)
-            await until(lambda: tried(tries, 6))
-            assert await serves(port, old)
+        folder(tmp_path, *new)
+        await until(lambda: tried(tries, 6))
+        assert await serves(port, old)
+        over.set()
         await until(lambda: serves(port, new))
     assert await reported(caplog, 1)
     assert "cannot be read: Too many open files" in vars(errors(caplog)[0])["error"]

@@ -417,7 +417,7 @@ NEEDING = """
 apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
 plugins:
-- {type: token-producer, parameters: {modelName: m, vllm: {url: "http://127.0.0.1:1"}}}
+- {type: token-producer, parameters: {modelName: m, vllm: {url: "http://127.0.0.1:1", timeout: 20s}}}
 - {type: queue-scorer}
 - {type: kv-cache-utilization-scorer}
 - {type: prefix-cache-scorer}

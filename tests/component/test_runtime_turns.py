@@ -78,7 +78,7 @@ def converse(
         conversation = Conversation(make(time), time, far, cost_s, pieces)
         transport, _ = await asyncio.get_running_loop().create_connection(lambda: conversation, sock=near)
         far.send(b"x")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await conversation.over.wait()
         transport.close()
         far.close()
@@ -179,7 +179,7 @@ async def test_a_fault_in_one_piece_does_not_stop_the_next(caplog: pytest.LogCap
     turns.spent(SLICE_S)
     turns.wait(fail)
     turns.wait(done.set)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await done.wait()
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
 
@@ -253,7 +253,7 @@ def app(monkeypatch: pytest.MonkeyPatch) -> App:
 
 
 async def turn_comes(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - what is waited for knows of no event
             await asyncio.sleep(0)
 

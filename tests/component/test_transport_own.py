@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from epp.http2.ports import Ending
+from epp.payload.records import RawRequest
+from epp.payload.request import Parsed
 from epp.runtime import own as own_module
 from epp.runtime import stream as stream_module
 from epp.runtime.app import App
+from epp.runtime.decoder import Decoder
 from epp.runtime.options import OWN
 from tests.data.extproc import over_wire as wire
 from tests.data.runtime import picker as runtime
@@ -137,19 +140,38 @@ async def test_half_closing_while_the_body_is_read_elsewhere_still_gets_the_pick
         await picker.over(CANCELLED=1)
 
 
+class Reading:
+    """What is read of large bodies comes when the test lets it. `begun`: those that came whole."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.begun = 0
+        self.let = asyncio.Event()
+        parse = Decoder.parse
+
+        async def held(decoder: Decoder, raw: RawRequest) -> Parsed:
+            self.begun += 1
+            parsed = await parse(decoder, raw)
+            await self.let.wait()
+            return parsed
+
+        patch.setattr(Decoder, "parse", held)
+
+
 @pytest.mark.parametrize("leave", ["reset", "break off"])
-async def test_leaving_while_the_body_is_read_elsewhere(leave: str) -> None:
+async def test_leaving_while_the_body_is_read_elsewhere(leave: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = Reading(monkeypatch)
     async with served() as picker, proxy.connected(picker.port) as client:
-        await ask(client, runtime.chat("x" * LARGE))
-        stream_id = await ask(client, runtime.chat("y" * LARGE))
-        await wire.until(lambda: picker.app.budget.used >= LARGE, "the body is held")
+        streams = [await ask(client, runtime.chat(letter * LARGE)) for letter in "xy"]
+        await wire.until(lambda: reading.begun == 2, "the bodies are held")
+        assert picker.app.budget.used >= 2 * LARGE
         if leave == "reset":
-            client.reset(stream_id)
-            client.reset(stream_id - 2)
+            for stream_id in streams:
+                client.reset(stream_id)
             await picker.over(CANCELLED=2)
         else:
             client.break_off()
             await picker.over(UNAVAILABLE=2)
+        reading.let.set()
         await wire.until(lambda: runtime.sample(picker.app, "request_total") == 2, "late placements")
         await wire.until(runtime.nothing_left(picker.app), "they are given back")
 
@@ -270,13 +292,16 @@ async def test_a_connection_that_ends_releases_what_its_streams_hold(how: str) -
         await picker.over(OK=1, **lost)
 
 
-async def test_stopping_in_the_midst_of_everything(caplog: pytest.LogCaptureFixture) -> None:
+async def test_stopping_in_the_midst_of_everything(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = Reading(monkeypatch)
     async with served() as picker, proxy.connected(picker.port) as client:
         await client.begin(runtime.request_headers())
         placed = await ask(client, runtime.chat())
         await client.messages(placed, 2)
         await ask(client, runtime.chat("x" * LARGE))
-        await wire.until(lambda: picker.app.budget.used >= LARGE, "the body is held")
+        await wire.until(lambda: reading.begun == 1, "the body is held")
         async with asyncio.timeout(wire.DEADLINE_S):
             await picker.transport.stop()
         await picker.over(UNAVAILABLE=3)

@@ -11,6 +11,7 @@ from epp.runtime.options import OWN, TRANSPORTS
 STREAMS = 1_500
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_nothing_stays_of_streams_that_end_in_any_way(transport: str) -> None:
     report = soak.run(STREAMS, connections=8, transport=transport, seed=2)

@@ -10,7 +10,7 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -293,15 +293,22 @@ async def test_messages_compressed_by_the_client(name: str) -> None:
 
 
 async def test_a_deadline_of_the_proxy(name: str) -> None:
+    """Where it passed before there was a pick, the machine is slow, and the next proxy has more patience."""
     async with served(name) as picker:
-        call = picker.channel.stream_stream(names.EXT_PROC_METHOD)(timeout=3)
-        for message in (runtime.request_headers(), *runtime.request_body(runtime.chat())):
-            await call.write(message)
-        assert runtime.kind(await wire.read(call)) == "request_headers"
-        assert runtime.left_over(picker.app)["tickets"] == 1
-        await finish(call)
-        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await picker.over()
+        for patience_s in (1, 5, 25):
+            call = picker.channel.stream_stream(names.EXT_PROC_METHOD)(timeout=patience_s)
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                for message in (runtime.request_headers(), *runtime.request_body(runtime.chat())):
+                    await call.write(message)
+            head = await wire.read(call)
+            placed = runtime.left_over(picker.app)["tickets"]
+            await finish(call)
+            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            await picker.over()
+            if head is not None and placed:
+                break
+        assert head is not None
+        assert (runtime.kind(head), placed) == ("request_headers", 1)
 
 
 @pytest.mark.parametrize(
@@ -428,15 +435,15 @@ async def test_streams_reset_at_random_leave_nothing_behind(
             *answer,
         ]
         call = wire.process(picker.channel)
-        for message in messages[: draw.randrange(len(messages) + 1)]:
-            try:
+        with suppress(
+            grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError
+        ):  # the picker ended it
+            for message in messages[: draw.randrange(len(messages) + 1)]:
                 await call.write(message)
                 if draw.random() < 0.3:
                     await asyncio.sleep(draw.random() * 0.003)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                break
-        if draw.random() < 0.2:
-            await call.done_writing()
+            if draw.random() < 0.2:
+                await call.done_writing()
         call.cancel()
 
     async with served(name) as picker:
@@ -453,7 +460,8 @@ async def test_draining_waits_for_what_is_in_flight_and_takes_nothing_new(name: 
         call = await picker.send(runtime.request_headers(), *runtime.request_body(runtime.chat()))
         await wire.read(call)
         draining = asyncio.create_task(picker.transport.drain())
-        await asyncio.sleep(0.05)
+        ready = grpc.ChannelConnectivity.READY
+        await wire.until(lambda: picker.channel.get_state() is not ready, "the proxy has read of it")
         late = wire.process(picker.channel)
         assert await wire.read(late) is None
         assert await late.code() is grpc.StatusCode.UNAVAILABLE

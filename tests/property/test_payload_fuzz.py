@@ -129,7 +129,8 @@ def test_requests(seed: int) -> None:
         body = broken((request["body"] or "").encode(), draw)
         headers = [("content-type", "application/json")]
         if draw.random() < 0.2:
-            body = broken(gzip.compress(body, 1), draw) if draw.random() < 0.8 else gzip.compress(body, 1)
+            body = gzip.compress(body, 1, mtime=0)
+            body = broken(body, draw) if draw.random() < 0.8 else body
             headers.append(("content-encoding", draw.choice(["gzip", "deflate", "gzip, br"])))
         routed += asked_for(request["path"], body, tuple(headers)) is not None
     assert 100 < routed < 900

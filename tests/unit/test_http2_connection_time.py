@@ -207,6 +207,80 @@ def test_unread_replies_that_are_as_patient_when_full_are_found(monkeypatch: pyt
         check_unread_replies_beyond_what_may_be_held()
 
 
+class Tenfold(wire.Lived):
+    """Sends ten times what it is sent: more than one frame."""
+
+    def received(self, body: bytes) -> None:
+        super().received(body)
+        self.peer.send(body * 10)
+
+
+def check_no_unread_reply_beyond_a_quarter_more() -> None:
+    """Whoever leaves replies unread adds none when too much is held, at whatever speed. Others read on."""
+    account = Quota(100_000)
+    also = {"/tenfold": Tenfold}
+    peer, reader = Wire(QUIET, account=account), Wire(QUIET, account=account, also=also)
+    reader.say(wire.settings(window=1 << 20), wire.window_update(0, 1 << 20))
+    read = reader.open("/tenfold")
+    peer.say(wire.settings(window=0))
+    for _ in range(30):
+        stream_id = peer.open()
+        for _ in range(2):
+            peer.say(wire.data(stream_id, wire.message(bytes(8_000))))
+            assert account.used <= 125_000
+        reader.say(wire.data(read, wire.message(bytes(2_000))))
+    assert reader.replies[read].messages == [bytes(20_000)] * 30
+    assert [call.endings for call in peer.calls] == [[]] * 7 + [[Ending.STALLED]] * 23
+    peer.pass_time(25.0)
+    assert account.used == 0
+
+
+def test_no_unread_reply_beyond_a_quarter_more() -> None:
+    check_no_unread_reply_beyond_a_quarter_more()
+
+
+def never_too_much(quota: Quota, n: int) -> bool:
+    quota.used += n
+    return True
+
+
+def always_too_much(quota: Quota, n: int) -> bool:
+    quota.used += n
+    return False
+
+
+def forgotten(stream: Stream, status: Status, details: str, ending: Ending) -> None:
+    """Refuses the message alone."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (Quota, "charge", never_too_much),
+        (Quota, "charge", always_too_much),
+        (Stream, "give_up", forgotten),
+    ],
+)
+def test_unread_replies_without_a_bound_are_found(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, fault: object
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises(AssertionError):
+        check_no_unread_reply_beyond_a_quarter_more()
+
+
+def test_to_go_on_sending_is_no_sign_of_reading() -> None:
+    peer = Wire(QUIET)
+    peer.say(wire.settings(window=0))
+    stream_id = peer.open()
+    peer.say(wire.data(stream_id, wire.message(b"unread")))
+    for octet in wire.message(bytes(60)):
+        peer.say(wire.data(stream_id, bytes((octet,))))
+        peer.pass_time(2.0)
+    assert peer.calls[0].endings == [Ending.STALLED]
+    peer.works()
+
+
 def test_a_socket_that_takes_nothing() -> None:
     """The peer does not read at all: neither replies nor PINGs reach it."""
     peer = Wire()

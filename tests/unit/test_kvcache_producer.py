@@ -325,14 +325,28 @@ def test_a_refused_request_leaves_nothing_behind(status: int, cause: Cause) -> N
     assert rig.blocks(request) == [5]
 
 
-def test_a_request_that_relied_on_a_refused_one_keeps_what_it_computed() -> None:
+@pytest.mark.parametrize("answers_first", [True, False])
+def test_a_request_that_relied_on_a_refused_one_keeps_what_it_computed(answers_first: bool) -> None:
     rig, history = Rig(pool_view(1)), text(1, 320)
     cold, shares = chat(history + text(2, 320)), chat(history + text(3, 640))
     first, second = rig.send(cold, 0), rig.send(shares, 0)
+    if answers_first:
+        rig.end(second)
     rig.end(first, status=503)
-    assert rig.blocks(shares) == [0], "nobody has computed anything"
-    rig.end(second)
+    assert (rig.blocks(shares), rig.blocks(cold)) == ([15], [5]), "it has computed them, or is about to"
+    if not answers_first:
+        rig.end(second)
     assert (rig.blocks(shares), rig.blocks(cold)) == ([15], [5])
+
+
+def test_a_request_refused_where_it_moved_to_leaves_what_others_computed_there() -> None:
+    rig, request = Rig(pool_view(2)), chat(text(1, 640))
+    ticket = rig.send(request, 0)
+    rig.serve(request, 1)
+    ticket.slot = 1
+    rig.producer.observe(ticket, AnswerHeaders(503, "10.0.0.1:8000", False), 0.0)
+    rig.end(ticket, status=503)
+    assert rig.blocks(request) == [0, 10]
 
 
 def test_requests_that_relied_on_each_other_and_were_refused_leave_nothing_behind() -> None:

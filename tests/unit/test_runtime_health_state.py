@@ -250,14 +250,14 @@ def test_after_leaving_on_another_thread_nothing_is_told() -> None:
     leave = health.watch("", slow)
 
     def leaving() -> None:
-        telling.wait(20)
+        telling.wait(60)
         leave()
         left.set()
 
     thread = threading.Thread(target=leaving)
     thread.start()
     health.pool_known(True)
-    thread.join(20)
+    thread.join(60)
     assert left.is_set()
     health.draining()
     assert told == [NOT_SERVING, SERVING]

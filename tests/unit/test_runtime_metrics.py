@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -828,9 +829,11 @@ def test_the_messages_of_an_answer_are_timed_in_one_stream_of_many() -> None:
         TIMED_EVERY,
         2 * TIMED_EVERY,
     ]
+    began_s = time.perf_counter()
     answer_in_a_timed_stream(app)
+    took_s = time.perf_counter() - began_s
     assert runtime.sample(app, "response_processing_duration_seconds_count") == 1
-    assert 0 < runtime.sample(app, "response_processing_duration_seconds_sum") < 10
+    assert 0 < runtime.sample(app, "response_processing_duration_seconds_sum") <= took_s
     app.streams = TIMED_EVERY - 1
     unanswered = app.stream(lambda: None)
     unanswered.received(runtime.request_headers())

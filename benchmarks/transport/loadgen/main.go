@@ -36,6 +36,7 @@ type options struct {
 	traced      bool
 	warm        time.Duration
 	measured    time.Duration
+	patience    time.Duration
 }
 
 type percentiles struct {
@@ -81,7 +82,8 @@ func parse() options {
 	flag.BoolVar(&o.halfClose, "half-close", false, "end streams by half-close; they are reset otherwise")
 	flag.BoolVar(&o.traced, "traced", false, "traceparent and x-request-id on each stream")
 	flag.DurationVar(&o.warm, "warm", time.Second, "time before measuring")
-	flag.DurationVar(&o.measured, "time", 5*time.Second, "time of measuring")
+	flag.DurationVar(&o.measured, "time", 5*time.Second, "time of measuring; goes on until something came back")
+	flag.DurationVar(&o.patience, "patience", 60*time.Second, "how long a reply may take")
 	flag.Parse()
 	host, _, err := net.SplitHostPort(o.address)
 	switch ip := net.ParseIP(host); {
@@ -99,11 +101,16 @@ func parse() options {
 	return o
 }
 
+// picks says whether choices go on for as long as the load does.
+func (o options) picks() bool { return o.parts >= 0 && o.streams > 0 || o.rate > 0 }
+
+func (o options) pairs() bool { return o.parts != 0 && o.streams > 0 }
+
 func main() {
 	log.SetFlags(0)
 	o := parse()
 	debug.SetGCPercent(garbagePercent)
-	l := &load{clock: newClock(), authority: o.address, players: max(o.streams, 1), together: o.together, answers: map[string][]byte{}}
+	l := &load{clock: newClock(), authority: o.address, players: max(o.streams, 1), together: o.together, patience: o.patience, answers: map[string][]byte{}}
 	for range o.connections {
 		c, err := dial(o.address, o.secure, l.failed)
 		if err != nil {
@@ -166,6 +173,12 @@ func (l *load) measure(o options) result {
 	began := time.Now()
 	l.measuring.Store(true)
 	time.Sleep(o.measured)
+	came := func() bool {
+		return (!o.picks() || l.picks.Load() > picks) && (!o.pairs() || l.pairs.Load() > pairs)
+	}
+	for deadline := began.Add(o.patience); !came() && l.failures.Load() == 0 && time.Now().Before(deadline); {
+		time.Sleep(lookAgain)
+	}
 	l.measuring.Store(false)
 	took := time.Since(began)
 	told := result{

@@ -41,8 +41,9 @@ type load struct {
 	authority string
 	began     time.Time
 	conns     []*conn
-	players   int          // that pace their parts, so that these can be spread over the gap
-	together  int          // players whose parts are due at one time, as those of one engine's step
+	players   int // that pace their parts, so that these can be spread over the gap
+	together  int // players whose parts are due at one time, as those of one engine's step
+	patience  time.Duration
 	answering atomic.Int64 // exchanges that came to their answer
 	ending    atomic.Bool  // nothing new is sent
 	closing   atomic.Bool  // what fails now does so because of us
@@ -78,7 +79,6 @@ const (
 	mostTexts    = 5
 	mostFailures = 1000
 	startDelay   = 20 * time.Millisecond
-	lastReply    = 10 * time.Second
 	lookAgain    = 5 * time.Millisecond
 )
 
@@ -350,9 +350,9 @@ func (l *load) every(gap time.Duration, s *script) {
 
 // settle waits until `count` exchanges have come to their answer.
 func (l *load) settle(count int) {
-	for deadline := time.Now().Add(lastReply); l.answering.Load() < int64(count); time.Sleep(lookAgain) {
+	for deadline := time.Now().Add(l.patience); l.answering.Load() < int64(count); time.Sleep(lookAgain) {
 		if time.Now().After(deadline) {
-			l.failed(fmt.Errorf("of %d exchanges, %d came to their answer in %v", count, l.answering.Load(), lastReply))
+			l.failed(fmt.Errorf("of %d exchanges, %d came to their answer in %v", count, l.answering.Load(), l.patience))
 			return
 		}
 	}
@@ -361,7 +361,7 @@ func (l *load) settle(count int) {
 // end starts nothing more, and waits for the replies to all that was sent.
 func (l *load) end() {
 	l.ending.Store(true)
-	for deadline := time.Now().Add(lastReply); ; time.Sleep(lookAgain) {
+	for deadline := time.Now().Add(l.patience); ; time.Sleep(lookAgain) {
 		waiting := 0
 		for _, c := range l.conns {
 			c.mu.Lock()
@@ -376,7 +376,7 @@ func (l *load) end() {
 			break
 		}
 		if time.Now().After(deadline) {
-			l.failed(fmt.Errorf("%d exchanges got no reply in %v", waiting, lastReply))
+			l.failed(fmt.Errorf("%d exchanges got no reply in %v", waiting, l.patience))
 			break
 		}
 	}

@@ -1,4 +1,4 @@
-"""An authority that signs what a test needs."""
+"""Certificates that a test needs, signed by an authority or by themselves."""
 
 import ssl
 from datetime import UTC, datetime, timedelta
@@ -7,7 +7,10 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+
+PEM = serialization.Encoding.PEM
+Key = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed25519PrivateKey
 
 
 class Authority:
@@ -21,20 +24,18 @@ class Authority:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"authority {folder.name}")])
+        self._name = _named(f"authority {folder.name}")
         basic = x509.BasicConstraints(ca=True, path_length=None)
         self.ca = self._signed("ca.crt", self._name, self._key, basic)
 
     def issue(self, name: str, *hosts: str) -> tuple[str, str]:
         """Files with a certificate and its key."""
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
         addresses = [x509.IPAddress(ip_address("127.0.0.1"))] if not hosts else []
         alternative = x509.SubjectAlternativeName([*addresses, *map(x509.DNSName, hosts)])
-        certificate = self._signed(f"{name}.crt", subject, key, alternative)
+        certificate = self._signed(f"{name}.crt", _named(name), key, alternative)
         path = self._folder / f"{name}.key"
-        pem = serialization.PrivateFormat.PKCS8
-        path.write_bytes(key.private_bytes(serialization.Encoding.PEM, pem, serialization.NoEncryption()))
+        path.write_bytes(pem_of(key))
         return certificate, str(path)
 
     def server(self, *hosts: str, clients: bool = False) -> ssl.SSLContext:
@@ -49,14 +50,39 @@ class Authority:
     def _signed(
         self, file: str, subject: x509.Name, key: ec.EllipticCurvePrivateKey, extension: x509.ExtensionType
     ) -> str:
-        now = datetime.now(UTC)
-        certificate = (
-            x509.CertificateBuilder(self._name, subject, key.public_key(), x509.random_serial_number())
-            .not_valid_before(now - timedelta(days=1))
-            .not_valid_after(now + timedelta(days=1))
-            .add_extension(extension, critical=False)
-            .sign(self._key, hashes.SHA256())
-        )
         path = self._folder / file
-        path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        path.write_bytes(_certificate(subject, key, self._name, self._key, timedelta(days=1), extension))
         return str(path)
+
+
+def certificate_for(key: Key, days: int = 30) -> bytes:
+    """A certificate that the key signs for itself; it ends in `days`."""
+    name = _named("picker")
+    return _certificate(name, key, name, key, timedelta(days=days))
+
+
+def pem_of(key: Key, password: bytes | None = None) -> bytes:
+    """The key as a file holds it."""
+    secret = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+    return key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, secret)
+
+
+def _named(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common_name)])
+
+
+def _certificate(
+    subject: x509.Name,
+    key: Key,
+    issuer: x509.Name,
+    its_key: Key,
+    life: timedelta,
+    *extensions: x509.ExtensionType,
+) -> bytes:
+    now = datetime.now(UTC)
+    made = x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
+    made = made.not_valid_before(now - timedelta(days=90)).not_valid_after(now + life)
+    for extension in extensions:
+        made = made.add_extension(extension, critical=False)
+    signs = None if isinstance(its_key, ed25519.Ed25519PrivateKey) else hashes.SHA256()
+    return made.sign(its_key, signs).public_bytes(PEM)
