@@ -15,8 +15,11 @@ from epp import names
 from epp.lab.envoy import Address, BodyModes, EnvoyProcess, PickerAddress, envoy_config
 from epp.lab.stack import HOST, Picker, free_ports
 from epp.wire import health_pb2
+from tests.data.grpc.channels import ALONE
 
 ENVOY_INTERVAL_S: Final = 0.25
+# A picker that stands still for so long is not lost.
+_HEALTH_TIMEOUT_S: Final = 10.0
 START_S: Final = 90.0
 """Within which a picker or an Envoy is up, however busy the machine."""
 
@@ -119,7 +122,7 @@ class ClusterPicker(Picker):
 
 async def health_of(target: str, service: str) -> int:
     """What a health port says of a service: a `ServingStatus`; SERVICE_UNKNOWN where it knows none."""
-    async with grpc.aio.insecure_channel(target) as channel:
+    async with grpc.aio.insecure_channel(target, ALONE) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
@@ -178,6 +181,7 @@ async def proxied(
         mode=mode,
         tls=tls,
         health_interval_s=ENVOY_INTERVAL_S,
+        health_timeout_s=_HEALTH_TIMEOUT_S,
     )
     for old, new in (edits or {}).items():
         assert config.count(old) == 1, f"Envoy's configuration has {config.count(old)} times: {old}"

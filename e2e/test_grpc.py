@@ -19,6 +19,7 @@ from epp.payload.records import Usage
 from epp.runtime.options import TRANSPORTS
 from epp.scheduling.records import AnswerHeaders, Cause, Ended, FirstToken
 from epp.wire import vllm_engine_pb2 as pb
+from tests.data.grpc.channels import ALONE
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -60,7 +61,7 @@ async def started(
         script = Script((HOST, made.port))
         async with (
             scripted_gateway(script, envoy, folder, request.param, http2=True) as gateway,
-            grpc.aio.insecure_channel(f"{HOST}:{gateway.port}") as channel,
+            grpc.aio.insecure_channel(f"{HOST}:{gateway.port}", ALONE) as channel,
         ):
             yield Line(gateway, made, channel)
 

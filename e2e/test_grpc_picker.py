@@ -21,6 +21,7 @@ from epp import names
 from epp.lab.stack import HOST, Picker
 from epp.runtime.options import TRANSPORTS
 from epp.wire import vllm_engine_pb2 as pb
+from tests.data.grpc.channels import ALONE
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -87,7 +88,7 @@ async def line(request: pytest.FixtureRequest, envoy: Path, tmp_path: Path) -> A
         picker = Picker(tmp_path, addresses, config=CONFIG % (SPACE, pages.port, endpoints), flags=flags)
         changed = edits(tmp_path / "access.log", http2=True)
         port = await stack.enter_async_context(behind_envoy(picker, addresses, envoy, changed))
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{HOST}:{port}"))
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{HOST}:{port}", ALONE))
         yield Line(engines, channel, picker)
     assert_logged(tmp_path / "access.log", [one.port for one in engines])
 

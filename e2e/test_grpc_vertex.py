@@ -20,6 +20,7 @@ from e2e.pages import on, settled, total
 from e2e.scripted import edits
 from epp.lab.stack import HOST, Picker
 from epp.runtime.options import TRANSPORTS
+from tests.data.grpc.channels import ALONE
 from tests.data.vertex.google import PACKAGES, REQUESTS, HttpBody, path_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -155,7 +156,7 @@ async def line(request: pytest.FixtureRequest, envoy: Path, tmp_path: Path) -> A
         picker = Picker(tmp_path, addresses, config=config, flags=on(request.param))
         changed = edits(tmp_path / "access.log", http2=True)
         port = await stack.enter_async_context(behind_envoy(picker, addresses, envoy, changed))
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{HOST}:{port}"))
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{HOST}:{port}", ALONE))
         yield Line(engines, channel, picker)
 
 

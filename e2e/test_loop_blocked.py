@@ -10,6 +10,7 @@ import pytest
 
 from epp.lab.stack import HOST, Picker
 from epp.wire.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from tests.data.grpc.channels import ALONE
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 CHECK = "/grpc.health.v1.Health/Check"
@@ -47,7 +48,7 @@ async def until(asked: Callable[[], Awaitable[object]], wanted: object) -> None:
 
 async def test_a_blocked_picker_is_not_ready_until_it_goes_on(tmp_path: Path) -> None:
     picker = blockable(tmp_path)
-    async with grpc.aio.insecure_channel(f"{HOST}:{picker.health_port}") as channel:
+    async with grpc.aio.insecure_channel(f"{HOST}:{picker.health_port}", ALONE) as channel:
         check = channel.unary_unary(CHECK, lambda name: HealthCheckRequest(service=name).SerializeToString())
 
         async def health(name: str) -> object:

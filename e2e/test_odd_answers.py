@@ -5,8 +5,8 @@ import gzip
 import io
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -235,16 +235,28 @@ async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rea
     await BEHAVIOURS[wanted.partition(b": ")[2].decode()](Connection(read, reader, writer))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def line(envoy: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
-    folder = tmp_path_factory.mktemp("odd")
+@asynccontextmanager
+async def gateway(envoy: Path, folder: Path, edits: Mapping[str, str]) -> AsyncIterator[Gateway]:
     async with (
         bare_backend(behave) as address,
-        Gateway([address], folder, envoy, fail_open=False, picker_flags=FLAGS, edits=UNHURRIED) as gateway,
+        Gateway([address], folder, envoy, fail_open=False, picker_flags=FLAGS, edits=edits) as made,
     ):
-        yield gateway
-        await settled(gateway.pickers[0])
-        assert complaints(gateway.pickers[0]) == []
+        yield made
+        await settled(made.pickers[0])
+        assert complaints(made.pickers[0]) == []
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def line(envoy: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    async with gateway(envoy, tmp_path_factory.mktemp("odd"), {}) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def unhurried(envoy: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    """For answers that come early. It would be long in telling clients of one that breaks off."""
+    async with gateway(envoy, tmp_path_factory.mktemp("unhurried"), UNHURRIED) as made:
+        yield made
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,26 +292,26 @@ SIZES = (100, 400_000, 1_900_000, 3_000_000, 20_000_000)
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_answer_before_the_upload_ended(line: Gateway, size: int) -> None:
+async def test_answer_before_the_upload_ended(unhurried: Gateway, size: int) -> None:
     HEARD.clear()
     try:
-        got = await send(line, early, size)
+        got = await send(unhurried, early, size)
     finally:
         HEARD.set()
     assert (got.status, got.body) == (413, ERROR)
-    got = await send(line, early_and_reading, size)
+    got = await send(unhurried, early_and_reading, size)
     assert (got.status, got.body) == (401, ERROR)
     # Who closes with bytes unread resets the connection, and its answer may be lost with it.
-    got = await send(line, early_and_gone, size)
+    got = await send(unhurried, early_and_gone, size)
     assert (got.status, got.body) == (401, ERROR) or got.status == 503
-    await settled(line.pickers[0])
+    await settled(unhurried.pickers[0])
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_stream_that_begins_before_the_upload_ended(line: Gateway, size: int) -> None:
-    got = await send(line, early_stream, size)
+async def test_stream_that_begins_before_the_upload_ended(unhurried: Gateway, size: int) -> None:
+    got = await send(unhurried, early_stream, size)
     assert (got.status, got.body) == (200, event(0) + event(1) + DONE)
-    await settled(line.pickers[0])
+    await settled(unhurried.pickers[0])
 
 
 # -- broken -----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from epp.lab.stack import HOST, Gateway, LabEngines, Picker
 from epp.lab.workload import Fleet
 from epp.runtime.options import OWN, TRANSPORTS
 from epp.wire.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from tests.data.grpc.channels import ALONE
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400)]
 
@@ -159,7 +160,7 @@ async def test_fail_closed(engines: LabEngines, envoy: Path, tmp_path: Path) -> 
 
 
 async def ready(picker: Picker, service: str = names.EXT_PROC_SERVICE) -> bool:
-    async with grpc.aio.insecure_channel(f"{HOST}:{picker.health_port}") as channel:
+    async with grpc.aio.insecure_channel(f"{HOST}:{picker.health_port}", ALONE) as channel:
         check = channel.unary_unary(
             f"/{names.HEALTH_SERVICE}/Check",
             request_serializer=HealthCheckRequest.SerializeToString,

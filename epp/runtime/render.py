@@ -7,6 +7,7 @@ import aiohttp
 
 from epp.errors import NeedFailed
 from epp.payload.render import UNREADABLE, RenderNeed
+from epp.runtime.lent_sockets import lent_socket
 
 IDLE_CONNECTIONS: Final = 16
 ANSWER_BYTES: Final = 32 << 20
@@ -106,7 +107,7 @@ class Renders:
 
 def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S, socket_factory=lent_socket),
         timeout=aiohttp.ClientTimeout(total=None),
         cookie_jar=aiohttp.DummyCookieJar(),
     )

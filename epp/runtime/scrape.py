@@ -26,6 +26,7 @@ from epp.pool.extract import GPU_UTILIZATION, EnginePages, Extracted, GpuPages, 
 from epp.pool.records import Endpoint
 from epp.pool.store import PoolStore
 from epp.runtime.client_tls import ClientTls
+from epp.runtime.lent_sockets import lent_socket
 
 MIN_INTERVAL_S: Final = 0.05
 # Pages read together cost a third of pages read one by one: the loop wakes once for many of them. Larger
@@ -300,7 +301,8 @@ class _Poller:
     def _session(self) -> aiohttp.ClientSession:
         """One kept connection per endpoint, since an endpoint has one scrape in flight at most."""
         idle_s = self._scraper.interval_of(self.spec, float("inf"))
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=max(KEPT_S, 3 * idle_s))
+        kept_s = max(KEPT_S, 3 * idle_s)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=kept_s, socket_factory=lent_socket)
         return aiohttp.ClientSession(
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=self._timeout_s),

@@ -19,6 +19,7 @@ from epp import names
 from epp.lab.envoy import EnvoyProcess, find_envoy
 from epp.lab.stack import free_ports
 from epp.wire.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from tests.data.grpc.channels import ALONE
 from tests.data.kube import kustomize
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +66,7 @@ def suite_arguments() -> list[str]:
 
 
 async def health(port: int) -> int | None:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", ALONE) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             HealthCheckRequest.SerializeToString,

@@ -23,6 +23,7 @@ from epp.wire.health_pb2 import (
     HealthListRequest,
     HealthListResponse,
 )
+from tests.data.grpc.channels import ALONE
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = HealthCheckResponse.SERVICE_UNKNOWN
@@ -178,8 +179,7 @@ class Watch:
 @asynccontextmanager
 async def client_of(port: int) -> AsyncIterator[Client]:
     """With a connection of its own."""
-    options = (("grpc.use_local_subchannel_pool", 1),)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", ALONE) as channel:
         yield Client(channel)
 
 
@@ -244,7 +244,7 @@ async def test_the_own_transport_takes_one_request_neither_more_nor_less(path: s
 
 async def test_the_blocking_client_is_served_too(served: Served) -> None:
     def ask() -> tuple[int, int, list[int]]:
-        with grpc.insecure_channel(f"127.0.0.1:{served.port}") as channel:
+        with grpc.insecure_channel(f"127.0.0.1:{served.port}", ALONE) as channel:
             check = channel.unary_unary(
                 CHECK, HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString
             )
@@ -388,7 +388,7 @@ async def test_the_health_port_answers_while_the_event_loop_is_busy(make_server:
     answered = threading.Event()
 
     def ask(port: int) -> None:
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with grpc.insecure_channel(f"127.0.0.1:{port}", ALONE) as channel:
             check = channel.unary_unary(
                 CHECK, HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString
             )

@@ -20,6 +20,7 @@ from epp.lab.stack import free_ports
 from epp.runtime.options import TRANSPORTS
 from epp.wire.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from tests.data.extproc import over_wire as wire
+from tests.data.grpc.channels import ALONE
 from tests.data.runtime import picker as runtime
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
@@ -62,7 +63,7 @@ class Process:
 
     async def health(self, service: str = EXT_PROC) -> int | None:
         """None: nobody answers."""
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.health_port}") as channel:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.health_port}", ALONE) as channel:
             check = channel.unary_unary(
                 "/grpc.health.v1.Health/Check",
                 HealthCheckRequest.SerializeToString,
@@ -95,7 +96,7 @@ async def serving(log: Path, *flags: str) -> AsyncIterator[tuple[Process, grpc.a
     await process.start()
     try:
         await process.until_health(SERVING)
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{process.grpc_port}") as channel:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{process.grpc_port}", ALONE) as channel:
             yield process, channel
     finally:
         if process.child.returncode is None:

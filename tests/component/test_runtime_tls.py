@@ -27,6 +27,7 @@ from cryptography.x509.oid import NameOID
 from epp.errors import ConfigError
 from epp.runtime.tls import Certificates, Pair, self_signed
 from epp.runtime.tls_rules import CIPHER_SUITES, TlsRules
+from tests.data.grpc.channels import ALONE
 from tests.data.runtime.open_files import too_many_open_files
 from tests.data.tls.authority import Key, certificate_for, pem_of
 
@@ -581,7 +582,7 @@ async def grpcio_echo(credentials: grpc.ServerCredentials) -> AsyncIterator[str]
 
 
 def trusting(address: str, pair: Pair) -> grpc.aio.Channel:
-    options = (("grpc.ssl_target_name_override", "localhost"), ("grpc.use_local_subchannel_pool", 1))
+    options = (("grpc.ssl_target_name_override", "localhost"), *ALONE)
     return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(pair.chain), options)
 
 

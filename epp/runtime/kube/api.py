@@ -15,6 +15,7 @@ import msgspec
 
 from epp.errors import ConfigError, WarmrouteError
 from epp.runtime.kube.access import SERVICE_ACCOUNT, Access, in_cluster, of_kubeconfig
+from epp.runtime.lent_sockets import lent_socket
 
 CONNECT_TIMEOUT_S: Final = 10.0
 # A server gives up on a list after 60 s by itself.
@@ -113,7 +114,7 @@ class KubeApi:
         self._calls = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         self._watches = aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0, socket_factory=lent_socket),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={
                 "Accept": "application/json",

@@ -23,6 +23,7 @@ from epp.payload.records import RawRequest
 from epp.runtime.stream import Deliver, Stream
 from epp.runtime.transport import MakeStream, StreamCounts, Transport
 from epp.scheduling.records import AnswerFact, AnswerHeaders, Completed, Edits, Ended, Metadata, TicketId
+from tests.data.grpc.channels import ALONE
 
 DEADLINE_S = 60.0
 GARBAGE = b"\xff\xff"
@@ -36,7 +37,7 @@ async def listening(transport: Transport) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a started transport."""
     port = await transport.start("127.0.0.1:0")
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", ALONE) as channel:
             yield channel
     finally:
         await transport.stop()
