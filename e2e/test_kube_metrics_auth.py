@@ -26,7 +26,7 @@ from epp.lab.stack import HOST
 from epp.runtime.plugin_state import STATE_PATH
 from epp.runtime.tls import self_signed
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480)]
 
 REVIEW_RULES: Final = (
     rule("authentication.k8s.io", "tokenreviews", "create"),

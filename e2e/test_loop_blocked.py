@@ -30,7 +30,7 @@ sys.argv[0] = "epp.cli"
 runpy.run_module("epp.cli", run_name="__main__")
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def blockable(folder: Path) -> Picker:

@@ -185,7 +185,7 @@ async def test_sigterm_with_a_second_picker(
             # Streams that last longer than the drain, wherever this machine will be with it by then. Some are
             # by either picker: Envoy takes the one with fewer of two that it draws, so that all by one would
             # need as many draws of that one alone.
-            lasting_s = DRAIN_S + 2 + 8 * (time.monotonic() - began_s)
+            lasting_s = DRAIN_S + 2 + 4 * (time.monotonic() - began_s)
             length = round(min(lasting_s, 80.0) * TOKENS_PER_S)
             questions = [
                 Question(f"long-{index}", f"long {index}", length, stream=True) for index in range(16)

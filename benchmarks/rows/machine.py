@@ -8,6 +8,8 @@ from pathlib import Path
 
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 MIB = 1 << 20
+SCHEDULED = 2
+"""Of the clocks of a process (clock_getcpuclockid(3)) the one in nanoseconds."""
 
 
 def describe() -> dict[str, str | int]:
@@ -42,13 +44,10 @@ class Neighbours:
 
 def process_cpu_s(pid: int) -> float:
     """CPU seconds a process used so far, all its threads, children that ended included."""
-    children_s = 0.0
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     children_s = (int(fields[13]) + int(fields[14])) / TICKS_A_SECOND
-    own_ns = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        own_ns += int((task / "schedstat").read_text().split()[0])
-    return own_ns / 1e9 + children_s
+    # The kernel's clock of the process counts threads that have ended, so it never runs backwards.
+    return time.clock_gettime(~pid << 3 | SCHEDULED) + children_s
 
 
 def resident_mib(pid: int | str = "self") -> float:

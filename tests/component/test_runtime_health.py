@@ -31,7 +31,7 @@ READY_NAMES = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor", "
 CHECK, LIST, WATCH = (f"/grpc.health.v1.Health/{name}" for name in ("Check", "List", "Watch"))
 DEADLINE_S = 60
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)
 
 # -- servers --------------------------------------------------------------------------------------
 

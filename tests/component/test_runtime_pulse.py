@@ -18,7 +18,7 @@ SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERV
 BEAT_S = 0.01
 DEADLINE_S = 40
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)
 
 
 class Told:
