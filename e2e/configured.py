@@ -15,15 +15,13 @@ from e2e.backends import PAGE, Backend, Seen
 from e2e.pages import FLAGS, complaints, has_ready, settled, until
 from epp import names
 from epp.lab.envoy import Address, EnvoyProcess, envoy_config
-from epp.lab.stack import HOST, Picker, free_ports
+from epp.lab.stack import HEALTH_TIMEOUT_S, HOST, Picker, free_ports
 
 WAITING = 50.0
 _QUEUE = b'num_requests_waiting{engine="0",model_name="m"} %.1f'
 FULL = PAGE.replace(_QUEUE % 0.0, _QUEUE % WAITING)
 """The page of an engine at which WAITING requests wait."""
 _COUNTED_S = 60.0
-# A picker that stands still for so long is not lost.
-_HEALTH_TIMEOUT_S = 10.0
 _Refused = TypeVar("_Refused", bound=Exception)
 
 
@@ -157,7 +155,7 @@ async def behind_envoy(
         pickers=[picker.address],
         endpoints=engines,
         fail_open=False,
-        health_timeout_s=_HEALTH_TIMEOUT_S,
+        health_timeout_s=HEALTH_TIMEOUT_S,
     )
     for old, new in (edits or {}).items():
         proxy = proxy.replace(old, new)

@@ -13,13 +13,11 @@ from e2e.kube_access import Access, in_own_mounts
 from e2e.pages import FLAGS, complaints, until
 from epp import names
 from epp.lab.envoy import Address, BodyModes, EnvoyProcess, PickerAddress, envoy_config
-from epp.lab.stack import HOST, Picker, free_ports
+from epp.lab.stack import HEALTH_TIMEOUT_S, HOST, Picker, free_ports
 from epp.wire import health_pb2
 from tests.data.grpc.channels import ALONE
 
 ENVOY_INTERVAL_S: Final = 0.25
-# A picker that stands still for so long is not lost.
-_HEALTH_TIMEOUT_S: Final = 10.0
 START_S: Final = 90.0
 """Within which a picker or an Envoy is up, however busy the machine."""
 
@@ -181,7 +179,7 @@ async def proxied(
         mode=mode,
         tls=tls,
         health_interval_s=ENVOY_INTERVAL_S,
-        health_timeout_s=_HEALTH_TIMEOUT_S,
+        health_timeout_s=HEALTH_TIMEOUT_S,
     )
     for old, new in (edits or {}).items():
         assert config.count(old) == 1, f"Envoy's configuration has {config.count(old)} times: {old}"

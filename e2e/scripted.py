@@ -17,7 +17,7 @@ from epp.extproc.exchange import Exchange
 from epp.extproc.limits import BodyBudget, Limits
 from epp.extproc.records import Refused, Routed, Scores
 from epp.lab.envoy import BodyModes, EnvoyProcess, PickerAddress, envoy_config
-from epp.lab.stack import HOST, free_ports
+from epp.lab.stack import HEALTH_TIMEOUT_S, HOST, free_ports
 from epp.payload.apis import PARSERS, ParserSet
 from epp.payload.records import RawRequest
 from epp.payload.request import parse_request
@@ -136,7 +136,7 @@ async def scripted_gateway(
         endpoints=[script.engine],
         fail_open=False,
         mode=mode,
-        health_timeout_s=10.0,
+        health_timeout_s=HEALTH_TIMEOUT_S,
     )
     for old, new in edits(log, http2).items():
         assert config.count(old) == 1, old

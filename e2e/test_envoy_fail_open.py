@@ -14,7 +14,7 @@ from aiohttp import web
 from e2e.pages import until
 from epp import names
 from epp.lab.envoy import BodyModes, EnvoyError, EnvoyProcess, PickerAddress, envoy_config, find_envoy
-from epp.lab.stack import free_ports
+from epp.lab.stack import HEALTH_TIMEOUT_S, free_ports
 from epp.runtime.tls import self_signed
 from epp.wire import ext_proc_pb2 as pb
 from epp.wire import health_pb2
@@ -207,7 +207,7 @@ async def around_envoy(
         tls=tls,
         round_robin_port=round_robin,
         health_interval_s=INTERVAL_S,
-        health_timeout_s=10.0,
+        health_timeout_s=HEALTH_TIMEOUT_S,
     )
     async with AsyncExitStack() as stack:
         for server in (*engines, picker):

@@ -25,7 +25,7 @@ _CONDITIONS = {
     "plain_health": _TLS,
 }
 ADMIN_PORT, LISTEN_PORT, READY_PORT = 19000, 8081, 19001
-HEALTH_INTERVAL_S = 1.0
+HEALTH_INTERVAL_S = HEALTH_TIMEOUT_S = 1.0
 
 _READY_LISTENER = """\
   # For probes and for who reads metrics; the admin port itself stays on the loopback interface.
@@ -107,6 +107,7 @@ def proven() -> Any:
             mode=BodyModes.FULL_DUPLEX,
             tls=True,
             health_interval_s=HEALTH_INTERVAL_S,
+            health_timeout_s=HEALTH_TIMEOUT_S,
         )
     )
 
@@ -162,6 +163,7 @@ def _template_values() -> dict[str, str]:
         "DESTINATION": names.DESTINATION_ENDPOINT,
         "PROCESSING_MODE": manager["http_filters"][0]["typed_config"]["processing_mode"],
         "HEALTH_INTERVAL": f"{HEALTH_INTERVAL_S}s",
+        "HEALTH_TIMEOUT": f"{HEALTH_TIMEOUT_S:g}s",
         "SERVICE": names.EXT_PROC_SERVICE,
     }
     return {name: json.dumps(value) for name, value in constants.items()} | {

@@ -121,19 +121,13 @@ def envoy_config(
         "FAIL_OPEN": fail_open,
         "PROCESSING_MODE": _processing_mode(mode),
         "HEALTH_INTERVAL": f"{health_interval_s}s",
+        "HEALTH_TIMEOUT": f"{health_timeout_s:g}s",
         "SERVICE": names.EXT_PROC_SERVICE,
         "ENGINES": [_endpoint(host, port) for host, port in endpoints],
         "PICKERS": [_endpoint(picker.host, picker.port, picker.health_port) for picker in pickers],
     }
     template = files("epp.lab").joinpath("envoy.yaml.in").read_text(encoding="utf-8")
-    lines = _kept(_waiting(template, health_timeout_s).splitlines(), conditions)
-    return _filled("\n".join(lines), values) + "\n"
-
-
-def _waiting(template: str, health_timeout_s: float) -> str:
-    """So long a picker's check waits, in the place of the template's second."""
-    before, name, picker = template.partition("  - name: picker\n")
-    return before + name + picker.replace("timeout: 1s", f"timeout: {health_timeout_s:g}s", 1)
+    return _filled("\n".join(_kept(template.splitlines(), conditions)), values) + "\n"
 
 
 def _processing_mode(mode: BodyModes) -> dict[str, str]:

@@ -29,7 +29,7 @@ _YIELD = 10
 _READY_S = 60.0
 """Until a child is up: a busy machine takes long to load it."""
 _ENGINES_END_S = 30.0
-_HEALTH_TIMEOUT_S = 10.0
+HEALTH_TIMEOUT_S = 10.0
 """A picker that shares its machine with everything else is not lost because it stands still for a second."""
 
 
@@ -331,7 +331,7 @@ class Gateway(_Whole):
     picker_count: int = 1
     picker_flags: Sequence[str] = ()
     health_interval_s: float = 0.5
-    health_timeout_s: float = _HEALTH_TIMEOUT_S
+    health_timeout_s: float = HEALTH_TIMEOUT_S
     edits: Mapping[str, str] = field(default_factory=dict)
     pickers: list[Picker] = field(init=False, default_factory=list)
     url: str = field(init=False, default="")

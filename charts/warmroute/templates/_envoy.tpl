@@ -153,7 +153,7 @@ static_resources:
     # Without panic: when no picker is well, a request is not handed to one, which is what lets it fail open.
     common_lb_config: {healthy_panic_threshold: {value: 0}}
     health_checks:
-    - timeout: 1s
+    - timeout: "1s"
       interval: "1.0s"
       no_traffic_interval: "1.0s"
       unhealthy_interval: "1.0s"
